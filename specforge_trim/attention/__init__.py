@@ -1,0 +1,1 @@
+"""Row attention: kept rows against the context keys and each row's own later keys."""

@@ -1,0 +1,1 @@
+"""The draft model, under the tensor names that serving engines load."""

@@ -1,0 +1,1 @@
+"""The loss end: teacher, head and soft cross-entropy in chunks."""

@@ -1,0 +1,1 @@
+"""Which rows are computed: integers only, on the CPU, no model."""
