@@ -1,0 +1,73 @@
+# Two commands do all the set-up: `make quickstart` and `make test`.
+# Each builds .venv from nothing when it is not there, and reuses it when it is.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+# The first Python that is 3.11 or newer and can make virtual environments.
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
+	>/dev/null 2>&1 && { echo $$p; break; }; done)
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+JOBS  ?= 2
+
+# Options of `make quickstart`.
+SMOKE  ?= 0
+EPOCHS ?=
+CACHE  ?= .quickstart
+
+# One thread per test process: two processes then fill two cores without fighting over them.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+PYTEST   := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --timeout 300
+
+.PHONY: help quickstart test test-full lint format bench clean
+
+help:
+	@echo "make quickstart   train, export and measure a small draft model on this machine"
+	@echo "                  SMOKE=1 three training steps; EPOCHS=8 longer; CACHE=dir keep files there"
+	@echo "make test         the test suite (a few minutes on two cores)"
+	@echo "make test-full    the slow tests too"
+	@echo "make lint         ruff and mypy"
+	@echo "make format       let ruff rewrite the files"
+	@echo "make bench        the benchmarks"
+	@echo "make clean        remove .venv, caches and build files (never CACHE or runs/)"
+
+$(STAMP): setup.py constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: needs Python 3.11 or newer with venv; \
+	name one with PYTHON=..." >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
+		-e '.[dev,quickstart]'
+	touch $(STAMP)
+
+quickstart: $(STAMP)
+	$(BIN)/python -u -m specforge_trim.quickstart --cache-dir '$(CACHE)' \
+		$(if $(filter-out 0,$(SMOKE)),--smoke) $(if $(EPOCHS),--epochs $(EPOCHS))
+
+test: $(STAMP)
+	$(PYTEST) -m "not slow and not gpu"
+
+test-full: $(STAMP)
+	$(PYTEST)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	@ls benchmarks/*.py >/dev/null 2>&1 || { echo "error: no benchmarks yet" >&2; exit 2; }
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
