@@ -1,0 +1,217 @@
+"""The draft model's configuration file: one frozen dataclass, Hugging Face style JSON on disk.
+
+The keys are the ones that serving engines read (`config.json` of an exported draft), so a
+configuration under `configs/` and the one beside exported weights are the same file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..plan.cost import DraftDims
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+
+# Keys that only restate others or that a draft of this kind has one value for: accepted when
+# they agree, refused when they do not, and written on export.
+_FIXED: dict[str, Any] = {
+    "architectures": [ARCHITECTURE],
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "norm_before_residual": False,
+    "norm_before_fc": False,
+}
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """Sizes and switches of an EAGLE-3 draft.
+
+    `aux_layers` are Hugging Face numbers (k = the output after k layers); None = the default
+    three of the target. `fc_norm` and `norm_output` together are EAGLE-3.1.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    draft_vocab_size: int
+    head_dim: int
+    target_hidden_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-5
+    rope_parameters: dict[str, Any] = dataclasses.field(
+        default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
+    )
+    num_aux_layers: int = 3
+    aux_layers: tuple[int, ...] | None = None
+    fc_norm: bool = False
+    norm_output: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        positive = (
+            "hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size "
+            "draft_vocab_size head_dim target_hidden_size max_position_embeddings num_aux_layers"
+        )
+        for name in positive.split():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}: expected a whole number of at least 1")
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size} exceeds the target's "
+                f"vocab_size={self.vocab_size}; choose at most {self.vocab_size}"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} is no multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim}: rotary positions need an even number")
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}: expected one of {', '.join(_DTYPES)}")
+        if self.aux_layers is not None and len(self.aux_layers) != self.num_aux_layers:
+            raise ValueError(
+                f"aux_layers={list(self.aux_layers)} names {len(self.aux_layers)} layers but "
+                f"num_aux_layers={self.num_aux_layers}"
+            )
+
+    @property
+    def dims(self) -> DraftDims:
+        """The sizes that the cost model needs."""
+        from ..plan.cost import DraftDims
+
+        return DraftDims(
+            hidden=self.hidden_size,
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            intermediate=self.intermediate_size,
+            draft_vocab=self.draft_vocab_size,
+            aux_width=self.num_aux_layers * self.target_hidden_size,
+        )
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> DraftConfig:
+        """Read a configuration file; an unknown key or a missing one is a ValueError."""
+        path = Path(path)
+        if not path.is_file():
+            raise ValueError(f"draft config {path}: no such file")
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"draft config {path}:{error.lineno}: {error.msg}") from None
+        if not isinstance(raw, dict):
+            raise ValueError(f"draft config {path}: expected a JSON object")
+        try:
+            return cls.from_dict(raw)
+        except ValueError as error:
+            raise ValueError(f"draft config {path}: {error}") from None
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> DraftConfig:
+        """Build from the keys of a `config.json`, older and newer spellings alike."""
+        raw = dict(raw)
+        for key, expected in _FIXED.items():
+            value = raw.pop(key, expected)
+            if value != expected:
+                raise ValueError(f"{key}={value!r} is not supported; expected {expected!r}")
+        values: dict[str, Any] = {"rope_parameters": _pop_rope(raw)}
+        legacy_dtype = raw.pop("torch_dtype", None)
+        values["dtype"] = raw.pop("dtype", legacy_dtype or "bfloat16")
+        if legacy_dtype is not None and legacy_dtype != values["dtype"]:
+            raise ValueError(f"torch_dtype={legacy_dtype!r} contradicts dtype={values['dtype']!r}")
+        values["aux_layers"] = _pop_aux_layers(raw)
+        known = {field.name for field in dataclasses.fields(cls)}
+        for key in list(raw):
+            if key.startswith("_") or key == "transformers_version":
+                raw.pop(key)
+            elif key not in known:
+                raise ValueError(f"unknown key {key!r}; known keys: {', '.join(sorted(known))}")
+        values.update(raw)
+        if "head_dim" not in values and "hidden_size" in values:
+            values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
+        values.setdefault("target_hidden_size", values.get("hidden_size"))
+        if values["aux_layers"] is not None:
+            values.setdefault("num_aux_layers", len(values["aux_layers"]))
+        required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+        missing = [n for n in required if n not in values and n != "rope_parameters"]
+        if missing:
+            raise ValueError(f"missing key(s): {', '.join(missing)}")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The complete `config.json` that SGLang, vLLM and TensorRT-LLM read."""
+        rope = dict(self.rope_parameters)
+        scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
+        is_plain = scaling.get("rope_type", "default") == "default"
+        out = dict(_FIXED)
+        # norm_before_fc stays unwritten: readers that do not know the key reject or ignore it.
+        out.pop("norm_before_fc")
+        for name in (
+            "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
+            "rms_norm_eps max_position_embeddings vocab_size draft_vocab_size "
+            "bos_token_id eos_token_id pad_token_id target_hidden_size fc_norm norm_output"
+        ).split():
+            out[name] = getattr(self, name)
+        out["rope_theta"] = rope.get("rope_theta", 10000.0)
+        out["rope_scaling"] = None if is_plain else scaling
+        out["rope_parameters"] = rope
+        out["torch_dtype"] = out["dtype"] = self.dtype
+        eagle: dict[str, Any] = {"use_aux_hidden_state": True}
+        if self.aux_layers is not None:
+            out["eagle_aux_hidden_state_layer_ids"] = list(self.aux_layers)
+            # SGLang reads only this key, and counts the output of 0-based layer k as k.
+            eagle["eagle_aux_hidden_state_layer_ids"] = [k - 1 for k in self.aux_layers]
+        out["eagle_config"] = eagle
+        return out
+
+
+def _pop_rope(raw: dict[str, Any]) -> dict[str, Any]:
+    """Merge rope_parameters, rope_theta and rope_scaling into one dictionary."""
+    rope = dict(raw.pop("rope_parameters", None) or {})
+    theta = raw.pop("rope_theta", None)
+    scaling = raw.pop("rope_scaling", None) or {}
+    if "type" in scaling and "rope_type" not in scaling:
+        scaling = {**scaling, "rope_type": scaling["type"]}
+    for key, value in {**scaling, **({} if theta is None else {"rope_theta": theta})}.items():
+        if key == "type":
+            continue
+        if key in rope and rope[key] != value:
+            raise ValueError(f"rope_parameters[{key!r}]={rope[key]!r} contradicts older {value!r}")
+        rope.setdefault(key, value)
+    rope.setdefault("rope_type", "default")
+    rope.setdefault("rope_theta", 10000.0)
+    return rope
+
+
+def _pop_aux_layers(raw: dict[str, Any]) -> tuple[int, ...] | None:
+    """Aux layer ids in Hugging Face numbering, from either of the two keys."""
+    eagle = raw.pop("eagle_config", None) or {}
+    top = raw.pop("eagle_aux_hidden_state_layer_ids", None)
+    own = raw.pop("aux_layers", None)
+    sglang = eagle.get("eagle_aux_hidden_state_layer_ids")
+    found = [
+        tuple(ids)
+        for ids in (top, own, None if sglang is None else [k + 1 for k in sglang])
+        if ids is not None
+    ]
+    if len(set(found)) > 1:
+        raise ValueError(f"aux layer ids contradict each other (HF numbering): {found}")
+    return found[0] if found else None
