@@ -1,0 +1,131 @@
+"""What the repository ships: short files, no private paths, public names, loadable configs.
+
+Bugs caught: a file that grows past reading in one sitting, a path of somebody's machine left in a
+tracked file, a contract name that is no longer importable, a draft config or a recipe that stopped
+loading or carries a key the serving engines do not know, a recipe with an unexplained key.
+"""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_LINES = 400
+
+# The keys serving engines read; a config that lacks one is completed by a silent wrong default.
+REQUIRED_KEYS = set(
+    """architectures model_type hidden_size intermediate_size num_hidden_layers
+    num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps
+    attention_bias mlp_bias max_position_embeddings rope_theta
+    rope_scaling rope_parameters vocab_size draft_vocab_size
+    tie_word_embeddings bos_token_id eos_token_id pad_token_id torch_dtype dtype""".split()
+)
+OPTIONAL_KEYS = {
+    "target_hidden_size",
+    "fc_norm",
+    "norm_output",
+    "norm_before_residual",
+    "eagle_config",
+    "eagle_aux_hidden_state_layer_ids",
+}
+PRIVATE_PATH = re.compile(r"(?<![\w.)}\]/])/(?:home|root|work|mnt|opt|srv|Users)/\w")
+
+
+def tracked_files() -> list[Path]:
+    """Files under version control, or all files outside caches where there is no git."""
+    try:
+        out = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, timeout=60
+        ).stdout.decode()
+        names = [name for name in out.split("\0") if name]
+    except (OSError, subprocess.CalledProcessError):
+        names = [str(p.relative_to(ROOT)) for p in ROOT.rglob("*") if p.is_file()]
+    hidden = {".venv", ".git", "__pycache__", "build", "runs", ".quickstart"}
+    paths = [ROOT / name for name in names if not hidden & set(Path(name).parts)]
+    return [path for path in paths if path.is_file()]
+
+
+def private_paths(text: str) -> list[str]:
+    """Absolute paths in text that can only exist on the machine of whoever wrote it."""
+    return PRIVATE_PATH.findall(text)
+
+
+def test_source_files_stay_short():
+    long = {
+        str(path.relative_to(ROOT)): lines
+        for path in tracked_files()
+        if path.suffix == ".py"
+        and (lines := len(path.read_text(encoding="utf-8").splitlines())) >= MAX_LINES
+    }
+    assert long == {}, f"files of {MAX_LINES} lines or more: split them by idea: {long}"
+
+
+def test_no_private_path_in_tracked_files():
+    # Data files quote documents, so a path in them is text and not ours.
+    found = {}
+    for path in tracked_files():
+        if path.suffix in {".jsonl", ".gz", ".safetensors", ".png"}:
+            continue
+        hits = private_paths(path.read_text(encoding="utf-8", errors="replace"))
+        if hits:
+            found[str(path.relative_to(ROOT))] = hits
+    assert found == {}
+
+
+def test_private_paths_are_seen():
+    slash = "/"
+    assert private_paths(f"open('{slash}home/me/x')")
+    assert private_paths(f"see {slash}root/a and b")
+    assert not private_paths(f"a/work{slash}b, docs/home{slash}x, {slash}usr/bin/env")
+
+
+def test_contract_names_are_importable():
+    import specforge_trim
+
+    for name in ("row_mask", "build_trim_pack", "dense_pack", "choose_pack"):
+        assert callable(getattr(specforge_trim, name, None)), f"specforge_trim.{name} is missing"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda p: p.stem)
+def test_draft_configs_load_and_hold_the_served_keys(path):
+    from specforge_trim.model.draft_config import DraftConfig
+
+    values = json.loads(path.read_text())
+    assert set(values) >= REQUIRED_KEYS, REQUIRED_KEYS - set(values)
+    assert set(values) <= REQUIRED_KEYS | OPTIONAL_KEYS, set(values) - REQUIRED_KEYS
+    assert values["num_hidden_layers"] == 1 and not values["tie_word_embeddings"]
+    assert values["rope_theta"] == values["rope_parameters"]["rope_theta"]
+    config = DraftConfig.from_json(path)
+    assert config.hidden_size == values["hidden_size"]
+    assert config.draft_vocab_size == values["draft_vocab_size"]
+
+
+def test_the_smollm2_config_matches_its_target():
+    values = json.loads((ROOT / "configs" / "smollm2-135m-eagle3.json").read_text())
+    expected = {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e5,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    assert {key: values[key] for key in expected} == expected
+
+
+def test_every_recipe_key_carries_a_comment():
+    for path in sorted((ROOT / "examples").glob("*.yaml")):
+        bare = [
+            line
+            for line in path.read_text().splitlines()
+            if re.match(r"\s+\w+:", line) and "#" not in line
+        ]
+        assert bare == [], f"{path.name}: keys without a comment: {bare}"
