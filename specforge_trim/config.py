@@ -1,0 +1,329 @@
+"""Every setting of a run: frozen dataclasses, one YAML file, flags that override it.
+
+The sections below are the YAML's sections; each leaf is also a flag (`train.learning_rate` is
+`--learning-rate`).  What contradicts itself is refused here, before anything is loaded.  What
+needs the target or the data to be judged is refused where they are read.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specforge_trim import options
+from specforge_trim.options import ConfigError, Parser, option, section
+
+__all__ = ["Config", "ConfigError", "load_config", "config_parser", "resolve_config"]
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The target model and the draft that learns from it."""
+
+    target: str = option(
+        "smollm2-135m-instruct",
+        "target model: a folder, a hub id, or the embedded smollm2-135m-instruct",
+    )
+    aux_layers: tuple[int, ...] | None = option(
+        None,
+        "target layers whose outputs feed the draft, as 'output after k layers', ascending; "
+        "none = 2, n//2, n-3",
+        at_least=1,
+    )
+    draft_config: str | None = option(
+        None, "JSON file with the draft's sizes; none = one layer shaped like the target's"
+    )
+    draft_vocab_size: int | None = option(
+        None,
+        "tokens the draft can propose, the most frequent supervised ones; fewer = a cheaper head; "
+        "none = what the draft config says, else the target's whole vocabulary",
+        at_least=1,
+    )
+    init_head_from_target: bool = option(
+        True, "start the draft's head from the target's rows (needs equal hidden sizes)"
+    )
+    target_dtype: str = option(
+        "bfloat16", "number format the target runs in while features are made", choices=DTYPES
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Conversations, their features, and how they are packed into batches."""
+
+    train_data: tuple[str, ...] = option(
+        (), "JSONL files of conversations (messages or ShareGPT) to train on"
+    )
+    cache_dir: str = option(
+        "~/.cache/specforge_trim",
+        "folder for converted targets, tokenised data and features; all of it can be remade",
+    )
+    max_length: int = option(
+        8192, "longest conversation in tokens; longer ones are skipped and counted", at_least=4
+    )
+    max_bad_fraction: float = option(
+        0.1,
+        "share of conversations (0 to 1) that may be unusable before the run stops",
+        at_least=0.0,
+        at_most=1.0,
+    )
+    tokens_per_batch: int = option(
+        8192,
+        "token budget of one micro-batch of one rank; a longer conversation is a batch alone",
+        at_least=1,
+    )
+    num_workers: int = option(
+        1,
+        "loader processes per rank that read and plan batches; 0 = in the main process",
+        at_least=0,
+    )
+    feature_dtype: str = option(
+        "bfloat16", "number format of the features on disk", choices=DTYPES
+    )
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Training-time test: what is predicted, and how it is weighted."""
+
+    ttt_length: int = option(
+        7, "training-time-test steps K; step i trains the draft's (i+1)-th token", at_least=1
+    )
+    loss_alignment: str = option(
+        "served",
+        "which rows count: served = those an engine asks, teacher, or token (as SpecForge 0.2)",
+        choices=("served", "teacher", "token"),
+    )
+    chain: str = option(
+        "shift",
+        "what step i asks of row t: shift = a target at t+i; run = targets at all of t..t+i",
+        choices=("shift", "run"),
+    )
+    loss_denominator: str = option(
+        "rows",
+        "a step's loss is divided by: rows = all rows of the batch; supervised = its loss rows",
+        choices=("rows", "supervised"),
+    )
+    loss_decay: float = option(
+        0.8,
+        "weight of step i is decay^i; smaller = later steps matter less",
+        above=0.0,
+        at_most=1.0,
+    )
+
+
+@dataclass(frozen=True)
+class TrimConfig:
+    """What is left out of the computation; results do not change, except where said."""
+
+    trim_loss_positions: bool = option(
+        False, "run head, teacher and loss only on rows that carry loss"
+    )
+    trim_backbone_rows: bool = option(
+        False, "run the draft layer only on rows that reach a loss (needs --trim-loss-positions)"
+    )
+    trim_backbone_rows_max_density: float | None = option(
+        None,
+        "a conversation keeping more than this share of its rows runs all of them; "
+        "none = 0.35 for reference, 1.0 for the other backends",
+        at_least=0.0,
+        at_most=1.0,
+    )
+    stop_grad_context_tokens: bool = option(
+        False, "cut the gradient of rows no loss reads (changes the gradient; not available yet)"
+    )
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """How the kept rows attend to their context."""
+
+    attention_backend: str = option(
+        "sdpa",
+        "reference = plain masked softmax, the specification; sdpa = torch's flash kernels; "
+        "fa = flash-attn; usp = sequence parallel over ranks",
+        choices=("reference", "sdpa", "fa", "usp"),
+    )
+    local_attention: str | None = option(
+        None,
+        "what usp runs inside a rank (only with --attention-backend usp)",
+        choices=("reference", "sdpa", "fa"),
+    )
+    chunk_rows: int = option(
+        1024,
+        "kept rows per chunk of the row stage; fewer = less memory, more calls",
+        at_least=1,
+    )
+    context_chunk_tokens: int = option(
+        4096, "tokens per chunk of the context stage; fewer = less memory", at_least=1
+    )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Optimisation, logging and checkpoints."""
+
+    output_dir: str = option("runs/draft", "folder for metrics, checkpoints and the export")
+    epochs: int = option(1, "passes over the training data", at_least=1)
+    max_steps: int | None = option(
+        None, "optimizer steps after which training ends early; none = all epochs", at_least=1
+    )
+    accumulate: int = option(1, "micro-batches per rank and optimizer step", at_least=1)
+    learning_rate: float = option(1e-4, "peak learning rate of AdamW", above=0.0)
+    warmup_ratio: float = option(
+        0.02, "share of all steps (0 to 1) over which the rate rises", at_least=0.0, at_most=1.0
+    )
+    min_lr_ratio: float = option(
+        0.0, "rate at the end of the cosine, as a share of the peak", at_least=0.0, at_most=1.0
+    )
+    weight_decay: float = option(0.0, "decoupled weight decay of matrices", at_least=0.0)
+    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", above=0.0)
+    dtype: str = option(
+        "float32", "number format of the computation; weights stay fp32", choices=DTYPES
+    )
+    device: str = option(
+        "auto", "where to train: auto = cuda if there is one", choices=("auto", "cpu", "cuda")
+    )
+    seed: int = option(0, "seeds initial weights and the order of the data", at_least=0)
+    save_every: int = option(
+        200, "optimizer steps between checkpoints; 0 = only at the end", at_least=0
+    )
+    keep_checkpoints: int = option(2, "newest checkpoints kept on disk", at_least=1)
+    resume: bool = option(True, "continue from the newest complete checkpoint in output_dir")
+    log_every: int = option(1, "optimizer steps between lines of metrics.jsonl", at_least=1)
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Speculative decoding of held-out prompts."""
+
+    eval_data: tuple[str, ...] = option(
+        (), "JSONL files of held-out conversations, one prompt set per file"
+    )
+    eval_prompts: int = option(8, "prompts decoded per set", at_least=1)
+    eval_depth: int = option(5, "tokens drafted per round of decoding", at_least=1)
+    eval_max_new_tokens: int = option(64, "tokens decoded per prompt", at_least=1)
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of a run; construction refuses values and pairs that cannot work."""
+
+    model: ModelConfig = section(ModelConfig)
+    data: DataConfig = section(DataConfig)
+    loss: LossConfig = section(LossConfig)
+    trim: TrimConfig = section(TrimConfig)
+    attention: AttentionConfig = section(AttentionConfig)
+    train: TrainConfig = section(TrainConfig)
+    evaluate: EvaluateConfig = section(EvaluateConfig)
+
+    def __post_init__(self) -> None:
+        options.check_limits(self)
+        _check_pairs(self)
+
+    @property
+    def max_density(self) -> float:
+        """The guard's tau in force."""
+        if self.trim.trim_backbone_rows_max_density is not None:
+            return self.trim.trim_backbone_rows_max_density
+        return 0.35 if self.attention.attention_backend == "reference" else 1.0
+
+    @property
+    def cache_dir(self) -> Path:
+        return Path(self.data.cache_dir).expanduser()
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.train.output_dir).expanduser()
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Nested plain values, for provenance and for YAML."""
+        return options.to_dict(self)
+
+
+def _check_pairs(config: Config) -> None:
+    """Settings that contradict each other or ask for what does not exist yet."""
+    trim, attention, aux = config.trim, config.attention, config.model.aux_layers
+    if trim.trim_backbone_rows and not trim.trim_loss_positions:
+        raise ConfigError(
+            "trim_backbone_rows needs trim_loss_positions: rows that are not forwarded cannot "
+            "emit a loss; add --trim-loss-positions or drop --trim-backbone-rows"
+        )
+    if trim.stop_grad_context_tokens:
+        raise ConfigError("--stop-grad-context-tokens is not available yet; drop it")
+    if attention.local_attention is not None and attention.attention_backend != "usp":
+        raise ConfigError(
+            f"local_attention = {attention.local_attention!r} has no effect with "
+            f"attention_backend = {attention.attention_backend!r}: it is what usp runs in a rank"
+        )
+    if "fa" in (attention.attention_backend, attention.local_attention):
+        if importlib.util.find_spec("flash_attn") is None:
+            raise ConfigError(
+                "attention_backend = 'fa' needs the package flash-attn, which is not installed: "
+                "install the extra 'flash' or use --attention-backend sdpa"
+            )
+        raise ConfigError("attention_backend = 'fa' is not available yet; use sdpa")
+    if aux is not None and (not aux or list(aux) != sorted(set(aux))):
+        raise ConfigError(f"aux_layers = {list(aux)}, expected ascending, distinct layer ids")
+    if config.model.draft_config is not None and not Path(config.model.draft_config).is_file():
+        raise ConfigError(f"--draft-config {config.model.draft_config}: no such file")
+
+
+def check_world(config: Config, world_size: int) -> None:
+    """Refuses settings that do not fit the number of ranks."""
+    if config.attention.attention_backend == "usp":
+        if world_size == 1:
+            raise ConfigError(
+                "attention_backend = 'usp' shards sequences over ranks and this run has one: "
+                "start it with torchrun --nproc_per_node 2 or use --attention-backend sdpa"
+            )
+        raise ConfigError("attention_backend = 'usp' is not available yet; use sdpa")
+
+
+def config_parser(
+    prog: str,
+    description: str,
+    *,
+    sections: Sequence[str] | None = None,
+    usage: str | None = None,
+) -> Parser:
+    """A parser with --config and a flag per setting of the named sections (default: all)."""
+    parser = Parser(
+        prog=prog,
+        description=description,
+        usage="%(prog)s [--config FILE] [--SETTING VALUE ...]" if usage is None else usage,
+        formatter_class=options.HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file with the settings below; flags override it"
+    )
+    options.add_flags(parser, Config, sections)
+    return parser
+
+
+def resolve_config(arguments: Any, *, default_file: Path | None = None) -> Config:
+    """The Config of parsed arguments: defaults, then the file, then the flags given.
+
+    default_file is read when --config is absent.  Raises ConfigError.
+    """
+    path = arguments.config or default_file
+    values = options.read_yaml(path, Config) if path is not None else {}
+    return options.build(Config, values | options.given_flags(arguments, Config))
+
+
+def load_config(
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str,
+    description: str,
+    default_file: Path | None = None,
+) -> Config:
+    """Parses a command line into a Config.  Raises ConfigError; --help prints and exits 0."""
+    parser = config_parser(prog, description)
+    return resolve_config(parser.parse_args(argv), default_file=default_file)

@@ -1,0 +1,152 @@
+"""The configuration: file, flags, and what is refused.
+
+Catches: a misspelt key that is ignored, a boolean that cannot be turned off, a value of the wrong
+type that trains for hours, a flag that loses to the file, two settings that contradict each other.
+"""
+
+import dataclasses
+
+import pytest
+import yaml
+
+from specforge_trim import config as cfg
+from specforge_trim import options
+from specforge_trim.config import Config, ConfigError, check_world, load_config
+
+
+def load(*argv, default_file=None):
+    return load_config(argv, prog="t", description="d", default_file=default_file)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def write(text):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_config_defaults_do_not_trim():
+    config = load()
+    assert config == Config()
+    assert config.trim.trim_loss_positions is False
+    assert config.trim.trim_backbone_rows is False
+
+
+def test_config_flags_override_the_file(recipe):
+    path = recipe("train: {learning_rate: 1e-3, seed: 5}\ntrim: {trim_loss_positions: true}\n")
+    config = load("--config", path, "--seed", "7", "--no-trim-loss-positions")
+    assert config.train.learning_rate == 1e-3
+    assert config.train.seed == 7
+    assert config.trim.trim_loss_positions is False
+
+
+def test_config_default_file_is_read_without_config_flag(recipe):
+    path = recipe("loss: {ttt_length: 3}\n")
+    assert load(default_file=path).loss.ttt_length == 3
+    assert load("--ttt-length", "4", default_file=path).loss.ttt_length == 4
+
+
+def test_config_every_boolean_can_be_set_both_ways():
+    booleans = [leaf for leaf in options.leaves_of(Config).values() if leaf.kind is bool]
+    assert len(booleans) >= 5
+    parser = cfg.config_parser("t", "d")
+    for leaf in booleans:
+        name = leaf.key.replace("_", "-")
+        on = options.given_flags(parser.parse_args([f"--{name}"]), Config)
+        off = options.given_flags(parser.parse_args([f"--no-{name}"]), Config)
+        assert on == {leaf.key: True} and off == {leaf.key: False}
+
+
+def test_config_every_setting_has_a_help_text():
+    text = " ".join(cfg.config_parser("t", "d").format_help().split())
+    for leaf in options.leaves_of(Config).values():
+        assert len(leaf.meta["help"]) > 15, leaf.key
+        assert options.flag_name(leaf.key) in text
+
+
+def test_config_tuples_and_none():
+    config = load("--aux-layers", "1", "3", "5", "--train-data", "a", "b", "--max-steps", "none")
+    assert config.model.aux_layers == (1, 3, 5)
+    assert config.data.train_data == ("a", "b")
+    assert config.train.max_steps is None
+    assert load("--aux-layers", "none").model.aux_layers is None
+
+
+def test_config_is_frozen_and_goes_through_yaml_unchanged(recipe):
+    config = load("--aux-layers", "1", "3", "5", "--trim-loss-positions", "--max-steps", "9")
+    assert load("--config", recipe(yaml.safe_dump(config.to_dict()))) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.train.seed = 3
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("train:\n  lerning_rate: 1\n", ["train.lerning_rate", "recipe.yaml", "'learning_rate'"]),
+        ("trian:\n  seed: 1\n", ["'trian'", "recipe.yaml", "'train'"]),
+        ("train:\n  ttt_length: 3\n", ["train.ttt_length", "section 'loss'"]),
+        ("seed: 1\n", ["'seed'", "section 'train'"]),
+        ("loss:\n  ttt_length: 4.0\n", ["ttt_length", "4.0", "integer"]),
+        ("loss:\n  ttt_length: true\n", ["ttt_length", "True", "integer"]),
+        ("train:\n  resume: 1\n", ["resume", "true or false"]),
+        ("train:\n  seed: null\n", ["seed", "null", "integer"]),
+        ("train:\n  seed: 1\n  seed: 2\n", ["seed", "twice"]),
+        ("train: [1\n", ["recipe.yaml", "not valid YAML"]),
+        ("just text\n", ["recipe.yaml", "sections"]),
+    ],
+)
+def test_config_bad_files_name_key_and_file(recipe, text, words):
+    with pytest.raises(ConfigError) as error:
+        load("--config", recipe(text))
+    for word in words:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--config", "no/such.yaml"], ["no/such.yaml", "no such file"]),
+        (["--lerning-rate", "1"], ["--lerning-rate", "--learning-rate"]),
+        (["--trim-backbone-rows"], ["trim_backbone_rows", "trim_loss_positions"]),
+        (["--draft-vocab-size", "0"], ["draft_vocab_size", "0", "at least 1"]),
+        (["--draft-vocab-size", "-1"], ["draft_vocab_size", "-1", "at least 1"]),
+        (["--draft-vocab-size", "4.0"], ["--draft-vocab-size", "4.0", "integer"]),
+        (["--learning-rate", "0"], ["learning_rate", "more than 0"]),
+        (["--learning-rate", "nan"], ["learning_rate", "finite"]),
+        (["--warmup-ratio", "1.5"], ["warmup_ratio", "at most 1"]),
+        (["--attention-backend", "flash"], ["attention_backend", "sdpa"]),
+        (["--local-attention", "sdpa"], ["local_attention", "attention_backend"]),
+        (["--stop-grad-context-tokens"], ["--stop-grad-context-tokens", "not available yet"]),
+        (["--aux-layers", "3", "1"], ["aux_layers", "ascending"]),
+        (["--aux-layers", "1", "1"], ["aux_layers", "distinct"]),
+        (["--draft-config", "no.json"], ["no.json", "no such file"]),
+        (["--seed"], ["--seed"]),
+    ],
+)
+def test_config_wrong_flags_name_what_is_wrong(argv, words):
+    with pytest.raises(ConfigError) as error:
+        load(*argv)
+    for word in words:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_config_fa_without_its_package_is_refused(monkeypatch):
+    monkeypatch.setattr(cfg.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="fa.*flash-attn.*not installed"):
+        load("--attention-backend", "fa")
+
+
+def test_config_usp_with_one_rank_is_refused():
+    with pytest.raises(ConfigError, match="usp.*one.*nproc_per_node"):
+        check_world(load("--attention-backend", "usp"), 1)
+
+
+def test_config_guard_threshold_depends_on_the_backend():
+    assert load("--attention-backend", "reference").max_density == 0.35
+    assert load("--attention-backend", "sdpa").max_density == 1.0
+    assert load("--trim-backbone-rows-max-density", "0.5").max_density == 0.5
