@@ -21,7 +21,8 @@ setup(
         "numpy>=1.26",
         "pyyaml>=6.0",
         "tqdm>=4.66",
-        "tyro>=1.0",
+        "filelock>=3.12",
+        "jinja2>=3.1",
     ],
     extras_require={
         "flash": ["flash-attn>=2.7"],

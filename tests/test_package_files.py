@@ -129,3 +129,16 @@ def test_every_recipe_key_carries_a_comment():
             if re.match(r"\s+\w+:", line) and "#" not in line
         ]
         assert bare == [], f"{path.name}: keys without a comment: {bare}"
+
+
+def test_the_quickstart_recipe_loads_trims_and_names_every_setting():
+    import yaml
+
+    from specforge_trim.config import Config, load_config
+
+    path = ROOT / "examples" / "quickstart.yaml"
+    config = load_config(["--config", str(path)], prog="test", description="")
+    assert config.trim.trim_loss_positions and config.trim.trim_backbone_rows
+    named = {name: set(body) for name, body in yaml.safe_load(path.read_text()).items()}
+    known = {name: set(body) for name, body in Config().to_dict().items()}
+    assert named == known

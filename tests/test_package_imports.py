@@ -15,12 +15,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "specforge_trim"
 
 # area -> areas it may import. An area is a sub-package or a module at the top of the package.
-BASE = {"config", "distributed"}
+BASE = {"options", "config", "distributed"}
 SIDE = BASE | {"plan"}
 MAY_IMPORT = {
     "__init__": {"plan"},
-    "config": set(),
-    "distributed": {"config"},
+    "options": set(),
+    "config": {"options"},
+    "distributed": {"options", "config"},
     "plan": BASE,
     "attention": SIDE,
     "data": SIDE,
