@@ -20,6 +20,7 @@ SIDE = BASE | {"plan"}
 MAY_IMPORT = {
     "__init__": {"plan"},
     "options": set(),
+    "summary": set(),
     "config": {"options"},
     "distributed": {"options", "config"},
     "plan": BASE,
