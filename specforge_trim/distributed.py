@@ -1,0 +1,142 @@
+"""Ranks: start-up, agreement, and the sum of gradients.
+
+Nothing here is global: `start()` returns a frozen `World` that is passed to whoever needs it.  A
+single process without torchrun is a World of size 1 whose collectives do nothing.  Control
+messages travel as CPU tensors (gloo), so that asking for agreement never waits for the device.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class PeerFailed(RuntimeError):
+    """Another rank could not do its part and has reported why; this one ends quietly."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers."""
+
+    rank: int
+    size: int
+    device: torch.device
+    group: dist.ProcessGroup | None = None  # None: a single process without collectives
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Waits for every rank; fails after the timeout given to `start`."""
+        self.agree_min(torch.ones(1, dtype=torch.int32))
+
+    def agree_min(self, values: Tensor) -> Tensor:
+        """Elementwise minimum over ranks of an int32 CPU tensor (1 = yes: all agree)."""
+        assert values.dtype == torch.int32 and values.device.type == "cpu", values
+        if self.group is not None:
+            dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self.group)
+        return values
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Elementwise sum over ranks, in place; any device, one dtype and shape on all ranks."""
+        if self.group is not None:
+            dist.all_reduce(values, op=dist.ReduceOp.SUM, group=self.group)
+        return values
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """Elementwise maximum over ranks, in place."""
+        if self.group is not None:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        return values
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Runs `work` on rank 0 first, then on the others, which find its results on disk.
+
+        A failure on rank 0 raises there and PeerFailed elsewhere: no rank is left waiting.
+        """
+        error: Exception | None = None
+        result: T | None = None
+        if self.is_main:
+            try:
+                result = work()
+            except Exception as caught:  # reported to the peers, then raised again below
+                error = caught
+        # Reached by every rank, failed or not: otherwise the others would wait for rank 0.
+        flag = torch.tensor([0 if error else 1], dtype=torch.int32)
+        if int(self.agree_min(flag)) == 0:
+            raise error if error is not None else PeerFailed("rank 0 could not go on")
+        return result if self.is_main else work()  # type: ignore[return-value]
+
+
+def start(*, device: str = "auto", timeout_minutes: float = 30.0) -> World:
+    """Joins the ranks that torchrun started, or makes a World of one process.
+
+    Args:
+        device: "cpu", "cuda", or "auto" = cuda where there is one.
+        timeout_minutes: how long a collective waits for a rank before it fails.
+    Raises:
+        ValueError: cuda was asked for and is not there, or fewer devices than local ranks.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("device = 'cuda', but torch sees no CUDA device; use --device cpu")
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"device = 'cuda': local rank {local_rank} has no device of its own, there are "
+                f"{torch.cuda.device_count()}; lower --nproc_per_node"
+            )
+        torch.cuda.set_device(local_rank)
+        place = torch.device("cuda", local_rank)
+    else:
+        place = torch.device("cpu")
+    if "RANK" not in os.environ or size == 1:
+        return World(rank=0, size=1, device=place)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        timeout=datetime.timedelta(minutes=timeout_minutes),
+        device_id=place if device == "cuda" else None,
+    )
+    return World(rank=rank, size=size, device=place, group=dist.group.WORLD)
+
+
+def stop(world: World) -> None:
+    """Leaves the group; without effect for a single process."""
+    if world.group is not None and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Iterable[torch.nn.Parameter], world: World) -> None:
+    """Replaces every trainable parameter's gradient by its sum over ranks, in fp32 or wider.
+
+    One flat all_reduce.  A parameter without gradient counts as zeros, so that a rank without a
+    supervised row sends the same bytes as the others; afterwards every gradient exists.
+    """
+    trainable = [p for p in parameters if p.requires_grad]
+    for p in trainable:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    if world.group is None or not trainable:
+        return
+    wide = torch.float64 if any(p.dtype == torch.float64 for p in trainable) else torch.float32
+    flat = torch.cat([p.grad.flatten().to(wide) for p in trainable])  # type: ignore[union-attr]
+    world.sum(flat)
+    parts = flat.split([p.numel() for p in trainable])
+    for p, part in zip(trainable, parts, strict=True):
+        assert p.grad is not None
+        p.grad.copy_(part.view_as(p))
