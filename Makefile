@@ -40,10 +40,13 @@ help:
 $(STAMP): setup.py constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: needs Python 3.11 or newer with venv; \
 	name one with PYTHON=..." >&2; exit 2; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
-		-e '.[dev,quickstart]'
-	touch $(STAMP)
+	@echo "setting up $(VENV) with $$($(PYTHON) --version): about a minute, more on a slow line"
+	@$(PYTHON) -m venv $(VENV)
+	@start=$$SECONDS; \
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+		-e '.[dev,quickstart]'; \
+	echo "$(VENV) is ready after $$((SECONDS - start)) s"
+	@touch $(STAMP)
 
 quickstart: $(STAMP)
 	$(BIN)/python -u -m specforge_trim.quickstart --cache-dir '$(CACHE)' \
