@@ -1,0 +1,1 @@
+"""Attention kernels: each a forward/backward pair that also returns the log-sum-exp."""
