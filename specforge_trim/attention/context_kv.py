@@ -29,9 +29,7 @@ class ContextKV(Protocol):
         """o [R, N, H] and lse [R, N] over the context keys of q [R, N, H]."""
         ...
 
-    def backward(
-        self, do: Tensor, q: Tensor, o: Tensor, lse: Tensor, step: ChunkStep
-    ) -> Tensor:
+    def backward(self, do: Tensor, q: Tensor, o: Tensor, lse: Tensor, step: ChunkStep) -> Tensor:
         """dq [R, N, H] of the context part from the merged o and lse; adds into dk and dv."""
         ...
 
@@ -83,9 +81,7 @@ class GatheredKV:
             o[rows], lse[rows] = outputs[0] if len(outputs) == 1 else merge(*outputs)
         return o, lse
 
-    def backward(
-        self, do: Tensor, q: Tensor, o: Tensor, lse: Tensor, step: ChunkStep
-    ) -> Tensor:
+    def backward(self, do: Tensor, q: Tensor, o: Tensor, lse: Tensor, step: ChunkStep) -> Tensor:
         dq = torch.empty_like(q)
         for segment in step.segments:
             rows = slice(segment.q0, segment.q1)

@@ -40,26 +40,22 @@ class ReferenceKV:
         return (scores - total[..., None]).exp(), total
 
     def forward(self, q: Tensor, step: ChunkStep) -> tuple[Tensor, Tensor]:
-        rows_all = step.rows.to(q.device)
         o = torch.empty_like(q)
         lse = torch.empty(q.shape[:2], dtype=self.dk.dtype, device=q.device)
         for a in range(0, q.shape[0], _BLOCK_ROWS):
             block = slice(a, a + _BLOCK_ROWS)
-            p, total = self._probabilities(q[block], rows_all[block], None)
+            p, total = self._probabilities(q[block], step.rows[block], None)
             out = torch.einsum("mgrt,tmh->rmgh", p, self.v0.to(p.dtype))
             o[block] = out.flatten(1, 2).to(q.dtype)
             lse[block] = total.permute(2, 0, 1).flatten(1)
         return o, lse
 
-    def backward(
-        self, do: Tensor, q: Tensor, o: Tensor, lse: Tensor, step: ChunkStep
-    ) -> Tensor:
-        rows_all = step.rows.to(q.device)
+    def backward(self, do: Tensor, q: Tensor, o: Tensor, lse: Tensor, step: ChunkStep) -> Tensor:
         dq = torch.empty_like(q)
         work, groups = self.dk.dtype, (self.k0.shape[1], -1)
         for a in range(0, q.shape[0], _BLOCK_ROWS):
             block = slice(a, a + _BLOCK_ROWS)
-            p, _ = self._probabilities(q[block], rows_all[block], lse[block])
+            p, _ = self._probabilities(q[block], step.rows[block], lse[block])
             do_g = do[block].unflatten(1, groups).to(work)
             delta = (do_g * o[block].unflatten(1, groups).to(work)).sum(-1).permute(1, 2, 0)
             dp = torch.einsum("rmgh,tmh->mgrt", do_g, self.v0.to(work))

@@ -32,7 +32,8 @@ def row_attention(
     Args:
         q: [R, N, H].
         context: the home of the step-0 keys and values.
-        step: rows, segments, and where this step's rows stand inside earlier steps' rows.
+        step: rows, segments, and where this step's rows stand inside earlier steps' rows; its
+            tensors are on q's device.
         keys, values: entry j-1: [R_j, M, H] of step j, for 1 <= j <= i; the last is this step's
             own. Held by reference: nothing is copied per step.
     """
@@ -45,7 +46,7 @@ def _take(x: Tensor, step: ChunkStep, j: int, count: int) -> Tensor:
     """Rows of this step inside step j+1's tensor x; the last one is this step's own."""
     if j == count - 1:
         return x
-    return x.index_select(0, step.diagonal_index[j].to(x.device))
+    return x.index_select(0, step.diagonal_index[j])
 
 
 class _RowAttention(torch.autograd.Function):
@@ -110,5 +111,4 @@ def _scatter(like: Tensor, grad: Tensor, step: ChunkStep, j: int, count: int) ->
     if j == count - 1:
         return grad
     # Rows are distinct, so a copy suffices.
-    index = step.diagonal_index[j].to(like.device)
-    return torch.zeros_like(like).index_copy_(0, index, grad)
+    return torch.zeros_like(like).index_copy_(0, step.diagonal_index[j], grad)

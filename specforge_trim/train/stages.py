@@ -205,9 +205,9 @@ class _Stage:
     def context_forward(self, chunks: list[_ContextChunk]) -> None:
         config, total = self.model.config, self.input_ids.shape[0]
         shape = (total, config.num_key_value_heads, config.head_dim)
-        # Tokens outside the live prefixes are never attended to and stay unwritten.
-        k0 = torch.empty(shape, dtype=self.dtype, device=self.device)
-        v0 = torch.empty_like(k0)
+        # Tokens outside the live prefixes stay zero: the reference multiplies them by weight 0.
+        k0 = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        v0 = torch.zeros_like(k0)
         rows = self.batch.pack.steps[0].rows.shape[0]
         self.g0 = torch.empty(rows, config.hidden_size, dtype=self.dtype, device=self.device)
         self.d_g0 = torch.empty_like(self.g0)
@@ -244,6 +244,7 @@ class _Stage:
 
     def row_chunk(self, chunk: RowChunk) -> None:
         """Run one chunk of rows through its steps, losses and backward."""
+        chunk = chunk.to(self.device, non_blocking=True)
         first, last = chunk.steps[0].row_slice
         a, b = chunk.teacher_slice
         with torch.no_grad():
@@ -265,11 +266,10 @@ class _Stage:
         total = torch.zeros((), dtype=self.scales.dtype, device=self.device)
         output = fed
         for i, step in enumerate(chunk.steps):
-            rows = self._put(step.rows)
             if step.carry_index is not None:
-                fed = fed.index_select(0, self._put(step.carry_index))
-            embedding = model.embed(self._next_ids(rows, 1 + i))
-            positions = self.position_ids[rows] + i
+                fed = fed.index_select(0, step.carry_index)
+            embedding = model.embed(self._next_ids(step.rows, 1 + i))
+            positions = self.position_ids[step.rows] + i
             if i == 0:
                 q = model.query(embedding, fed, positions)
             else:
@@ -287,7 +287,7 @@ class _Stage:
         self, i: int, step: ChunkStep, output: Tensor, fed: Tensor, table: TeacherTable
     ) -> Tensor:
         """Step i's scaled loss of a chunk's loss rows; adds their metric sums."""
-        model, index = self.model, self._put(step.loss_index)
+        model, index = self.model, step.loss_index
         if model.config.norm_output:
             hidden = fed.index_select(0, index)  # already normed: the tensor the head sees
         else:
@@ -298,7 +298,7 @@ class _Stage:
             hidden,
             model.lm_head.weight,
             table,
-            self._put(step.teacher_index),
+            step.teacher_index,
             scale=self.scales[i],
             draft_to_target=self.teacher.draft_to_target,
             row_weight=None if weights is None else self._put(weights[i][a:b]),
