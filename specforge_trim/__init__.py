@@ -1,4 +1,4 @@
-"""Train EAGLE-3 draft models on the rows that can reach a loss, with the full computation's result.
+"""Train EAGLE-3 drafts on the rows that can reach a loss, with the full computation's result.
 
 Public names are imported on first use, so that importing the package costs nothing.
 """

@@ -153,6 +153,25 @@ def select_pack(pack: TrimPack, keep_trimmed) -> TrimPack:
     return _assemble(emits, needed, bounds=pack.cu_seqlens, owned=pack.owned, chain=pack.chain)
 
 
+def minimal_rows(pack: TrimPack) -> tuple[Tensor, ...]:
+    """K int64 tensors: the fewest rows per step for the loss rows of a pack, dense or trimmed.
+
+    Equal to steps[i].rows of a trimmed pack, but empty for a dead step.
+    """
+    empty = torch.zeros(pack.owned, dtype=torch.bool)
+    emits = [empty.index_fill(0, step.loss_rows, True) for step in pack.steps]
+    return tuple(_positions(need) for need in _needed_rows(emits))
+
+
+def context_lengths(rows: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """int64 [docs]: 1 + the last of `rows` in each document, from its start; 0 without rows."""
+    edges = torch.searchsorted(rows, cu_seqlens)
+    if rows.numel() == 0:
+        return torch.zeros(cu_seqlens.numel() - 1, dtype=torch.int64)
+    last = rows[(edges[1:] - 1).clamp(min=0)]
+    return torch.where(edges.diff() > 0, last + 1 - cu_seqlens[:-1], 0)
+
+
 def rows_per_document(pack: TrimPack) -> Tensor:
     """int64 [K, docs]: |R_i| inside each document, padding rows not counted."""
     counts = torch.zeros(pack.ttt_length, pack.num_docs, dtype=torch.int64)
@@ -237,7 +256,7 @@ def _assemble(
         num_tokens=owned,
         supervised=_positions(reachable),
         steps=tuple(steps),
-        context_len=_context_len(steps[0], bounds),
+        context_len=context_lengths(_positions(needed[0]), bounds),
         density=kept / slots if slots else 0.0,
         cu_seqlens=bounds,
         chain=chain,
@@ -272,15 +291,6 @@ def _step(i: int, emit: Tensor, need: Tensor, rank: Tensor, previous: Step | Non
         diagonal_index=diagonal,
         is_dead=is_dead,
     )
-
-
-def _context_len(first: Step, bounds: Tensor) -> Tensor:
-    """int64 [docs]: 1 + last row of R_0 in each document, counted from its start."""
-    if first.is_dead:
-        return torch.zeros(bounds.numel() - 1, dtype=torch.int64)
-    edges = torch.searchsorted(first.rows, bounds)
-    last = first.rows[(edges[1:] - 1).clamp(min=0)]
-    return torch.where(edges.diff() > 0, last + 1 - bounds[:-1], 0)
 
 
 def _positions(flags: Tensor) -> Tensor:

@@ -77,9 +77,7 @@ def check_mask(values, *, name: str) -> Tensor:
     if mask.numel() == 0:
         raise ValueError(f"{name} is empty: expected at least one position")
     if mask.device.type != "cpu":
-        raise ValueError(
-            f"{name} is on {mask.device}: plans are made on the CPU, pass {name}.cpu()"
-        )
+        raise ValueError(f"{name} is on {mask.device}: plans are made on the CPU")
     if mask.dtype == torch.bool:
         return mask
     if mask.is_floating_point() or mask.is_complex():
