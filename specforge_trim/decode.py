@@ -1,0 +1,350 @@
+"""Greedy speculative decoding with a draft, and what it measures.
+
+A round: the draft proposes a chain of `depth` tokens, the target reads them in one verification
+pass, the longest prefix that equals the target's own greedy choices is accepted, and the target's
+next choice after it comes free. The output is the target's own greedy output by construction, and
+`evaluate` checks that it is.
+
+    acceptance length         tokens emitted per verification pass: accepted ones plus the free
+                              one. The token that the prompt's own pass gives is not counted;
+                              tokens behind an end token or the length limit are not either
+    acceptance at depth i     P(drafted token i accepted | those before it were)
+
+Letters: A aux layers, Dt target width, n prompt tokens.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from .decode_report import ArmReport, EvalReport, SetReport
+from .model.cached_draft import CachedDraft
+from .model.draft import Eagle3Draft
+from .target.aux_layers import resolve_aux_layers
+from .target.cached import CachedTarget
+from .target.hf import HFTarget
+
+NEAR_TIE = 1e-4  # top-two logits closer than this may swap between two orders of summation
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One prompt's output and its counts.
+
+    tokens: the answer, from the prompt pass's token to an end token (included) or the limit;
+    passes: verification passes, emitted: tokens they gave (len(tokens) - 1);
+    tried, accepted: per depth, how often a drafted token was reached and accepted.
+    """
+
+    tokens: tuple[int, ...]
+    passes: int
+    tried: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+    @property
+    def emitted(self) -> int:
+        return len(self.tokens) - 1
+
+
+class Proposer(Protocol):
+    """A draft as the decoding loop sees it."""
+
+    def propose(self, depth: int) -> list[int]: ...
+
+    def extend(self, aux_RA: Tensor, next_ids: Sequence[int]) -> None: ...
+
+
+class Verifier(Protocol):
+    """A target as the decoding loop sees it: `verify`, then `keep` the entries that were true."""
+
+    def verify(self, ids: Sequence[int]) -> tuple[Sequence[int], Tensor]: ...
+
+    def keep(self, count: int) -> None: ...
+
+
+class LiveVerifier:
+    """Verification by passes of the target, from where its cache stands."""
+
+    def __init__(self, target: CachedTarget) -> None:
+        self.target = target
+        self._start = target.length
+
+    def verify(self, ids: Sequence[int]) -> tuple[Sequence[int], Tensor]:
+        self._start = self.target.length
+        result = self.target.advance(ids, keep=len(ids))
+        return result.choices, result.aux
+
+    def keep(self, count: int) -> None:
+        self.target.rewind(self._start + count)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The target's own greedy answer.
+
+    tokens as in Decoded; gaps[j]: the lead of tokens[j] over the second best; aux [len-1, A*Dt]:
+    states of every token but the last, which was not run.
+    """
+
+    tokens: tuple[int, ...]
+    gaps: tuple[float, ...]
+    aux: Tensor
+
+
+class RecordedVerifier:
+    """Verification from the target's recorded answer, with no pass of the target.
+
+    Greedy verification reads the target's choices only up to the first rejected token, and up to
+    there the recording has just those choices and states: counts are those of a live run.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self._at = 0
+
+    def verify(self, ids: Sequence[int]) -> tuple[Sequence[int], Tensor]:
+        end = self._at + len(ids)
+        return self.recording.tokens[self._at + 1 : end + 1], self.recording.aux[self._at : end]
+
+    def keep(self, count: int) -> None:
+        self._at += count
+
+
+def decode_rounds(
+    verifier: Verifier,
+    draft: Proposer,
+    first_token: int,
+    *,
+    depth: int,
+    max_new_tokens: int,
+    eos_ids: Collection[int],
+) -> Decoded:
+    """Rounds of drafting and verification, from the token that the prompt's pass gave.
+
+    Both sides stand at the end of the prompt: the verifier has run its tokens, the draft has
+    their states and `first_token`.
+    """
+    tokens = [first_token]
+    passes, tried, accepted = 0, [0] * depth, [0] * depth
+    while tokens[-1] not in eos_ids and len(tokens) < max_new_tokens:
+        proposed = draft.propose(depth)
+        choices, aux = verifier.verify([tokens[-1], *proposed])
+        agreed = 0
+        while agreed < min(depth, len(choices)) and proposed[agreed] == choices[agreed]:
+            agreed += 1
+        emitted = list(choices[: agreed + 1])[: max_new_tokens - len(tokens)]
+        end = next((i for i, token in enumerate(emitted) if token in eos_ids), None)
+        if end is not None:
+            emitted = emitted[: end + 1]
+        assert emitted, "a verification pass emits at least one token"
+        for i in range(min(depth, len(emitted))):
+            tried[i] += 1
+            accepted[i] += i < agreed
+        passes += 1
+        tokens += emitted
+        verifier.keep(len(emitted))
+        draft.extend(aux[: len(emitted)], emitted)
+    return Decoded(tuple(tokens), passes, tuple(tried), tuple(accepted))
+
+
+def record_greedy(
+    target: CachedTarget,
+    first_token: int,
+    first_gap: float,
+    *,
+    max_new_tokens: int,
+    eos_ids: Collection[int],
+) -> Recording:
+    """The target alone, a token a pass, from where its cache stands."""
+    tokens, gaps, aux = [first_token], [first_gap], []
+    while tokens[-1] not in eos_ids and len(tokens) < max_new_tokens:
+        result = target.advance(tokens[-1:], keep=1)
+        tokens += result.choices
+        gaps += result.gaps
+        aux.append(result.aux)
+    return Recording(tuple(tokens), tuple(gaps), torch.cat(aux) if aux else torch.empty(0, 0))
+
+
+class Prompt:
+    """A prompt that the target has read once; every arm starts from the same cache and states."""
+
+    def __init__(self, target: HFTarget, prompt_ids: Tensor, *, max_new_tokens: int) -> None:
+        self.ids = torch.as_tensor(prompt_ids, dtype=torch.int64).flatten()
+        limit = target.config.max_position_embeddings
+        if not 0 < len(self.ids) <= limit - max_new_tokens:
+            raise ValueError(
+                f"a prompt of {len(self.ids)} tokens and max_new_tokens={max_new_tokens}; "
+                f"expected at least one token, and both within the target's {limit} positions"
+            )
+        self.target = CachedTarget(target.model, target.aux_layers)
+        result = self.target.advance(self.ids, keep=1)
+        self.aux = result.aux
+        self.first_token, self.first_gap = result.choices[0], result.gaps[0]
+        self._limits: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "eos_ids": frozenset(target.eos_token_ids),
+        }
+
+    def greedy(self) -> Recording:
+        """The target's own greedy answer."""
+        self.target.rewind(len(self.ids))
+        return record_greedy(self.target, self.first_token, self.first_gap, **self._limits)
+
+    def speculate(
+        self, draft: Eagle3Draft, *, depth: int, recording: Recording | None = None
+    ) -> Decoded:
+        """Decode with `draft`, verified by live passes, or by `recording` when one is given."""
+        if recording is None:
+            self.target.rewind(len(self.ids))
+            verifier: Verifier = LiveVerifier(self.target)
+        else:
+            verifier = RecordedVerifier(recording)
+        cached = CachedDraft(draft)
+        following = torch.cat((self.ids[1:], torch.tensor([self.first_token])))
+        cached.extend(self.aux, following)
+        return decode_rounds(verifier, cached, self.first_token, depth=depth, **self._limits)
+
+
+def speculate(
+    target: HFTarget,
+    draft: Eagle3Draft,
+    prompt_ids: Tensor,
+    *,
+    depth: int = 5,
+    max_new_tokens: int = 128,
+) -> Decoded:
+    """Greedy speculative decoding of one prompt [n] with a chain of `depth` drafted tokens.
+
+    Raises ValueError when draft and target do not fit, or the prompt and `max_new_tokens` exceed
+    the target's positions.
+    """
+    check_pair(target, draft)
+    prompt = Prompt(target, prompt_ids, max_new_tokens=max_new_tokens)
+    return prompt.speculate(draft, depth=depth)
+
+
+def check_pair(target: HFTarget, draft: Eagle3Draft) -> None:
+    """Raise ValueError unless the draft's sizes, aux layers and dtype are those of the target."""
+    layers = resolve_aux_layers(target.num_layers, draft.config.aux_layers)
+    weight = target.model.get_input_embeddings().weight
+    for key, mine, theirs in (
+        ("target_hidden_size", draft.config.target_hidden_size, target.hidden_size),
+        ("vocab_size", draft.config.vocab_size, target.vocab_size),
+        ("aux_layers", layers, target.aux_layers),
+        ("dtype", draft.fc.weight.dtype, weight.dtype),
+        ("device", draft.fc.weight.device, weight.device),
+    ):
+        if mine != theirs:
+            raise ValueError(f"draft {key} is {mine}; the target's is {theirs}")
+
+
+def last_prompt(input_ids: Tensor, loss_mask: Tensor) -> Tensor:
+    """The tokens before a conversation's last answer, its generation prompt included.
+
+    input_ids [L], loss_mask [L]. Raises ValueError when nothing is supervised or nothing
+    comes before it.
+    """
+    mask = torch.as_tensor(loss_mask).to(torch.bool)
+    starts = (mask & ~torch.cat((mask.new_zeros(1), mask[:-1]))).nonzero().flatten()
+    if len(starts) == 0 or int(starts[-1]) == 0:
+        raise ValueError("no answer to decode: expected supervised tokens after a prompt")
+    return torch.as_tensor(input_ids)[: int(starts[-1])]
+
+
+def evaluate(
+    target: HFTarget,
+    draft: Eagle3Draft,
+    prompt_sets: Mapping[str, Iterable[Tensor]],
+    *,
+    untrained: Eagle3Draft | None = None,
+    depth: int = 5,
+    max_new_tokens: int = 128,
+    training_accuracy: Sequence[float] | None = None,
+    training_acceptance: Sequence[float] | None = None,
+    progress: bool = True,
+) -> EvalReport:
+    """Decode every prompt with `draft`, and compare with the target's own greedy output.
+
+    The target reads each prompt once; then it answers alone, and the draft's decoding is verified
+    by live passes. `untrained` is the comparison: it drafts for the recorded answer, which gives
+    the counts of a live run without the target's passes.
+
+    Args:
+        prompt_sets: name -> prompts, int64 [n] each.
+        training_accuracy, training_acceptance: per TTT step, shown beside the measured values.
+
+    Raises:
+        ValueError: an empty prompt set, a prompt too long for the target, drafts that do not
+            fit the target, or a target or draft that is not fp32 (the comparison needs it).
+    """
+    if depth < 1 or max_new_tokens < 2:
+        raise ValueError(
+            f"depth={depth}, max_new_tokens={max_new_tokens}; expected at least 1 and 2"
+        )
+    sets = {name: list(prompts) for name, prompts in prompt_sets.items()}
+    empty = [name for name, prompts in sets.items() if not prompts]
+    if empty or not sets:
+        raise ValueError(f"no prompts to decode in {empty or 'prompt_sets'}; expected some")
+    for one in (draft, untrained):
+        if one is not None:
+            check_pair(target, one)
+            if one.fc.weight.dtype != torch.float32:
+                raise ValueError(f"evaluation runs in float32; got {one.fc.weight.dtype}")
+    reports = []
+    total = sum(map(len, sets.values()))
+    with tqdm(total=total, desc="decoding", unit="prompt", disable=not progress) as bar:
+        for name, prompts in sets.items():
+            trained, baseline, ties, different = [], [], 0, []
+            for index, ids in enumerate(prompts):
+                prompt = Prompt(target, ids, max_new_tokens=max_new_tokens)
+                own = prompt.greedy()
+                trained.append(prompt.speculate(draft, depth=depth))
+                if untrained is not None:
+                    baseline.append(prompt.speculate(untrained, depth=depth, recording=own))
+                at = first_difference(trained[-1].tokens, own.tokens)
+                if at is not None and own.gaps[min(at, len(own.gaps) - 1)] <= NEAR_TIE:
+                    ties += 1
+                elif at is not None:
+                    different.append(index)
+                bar.set_postfix_str(f"{name}, {len(own.tokens)} tokens", refresh=False)
+                bar.update()
+            reports.append(
+                SetReport(
+                    name=name,
+                    prompts=len(prompts),
+                    prompt_tokens=sum(map(len, prompts)),
+                    trained=_arm(trained),
+                    untrained=_arm(baseline) if baseline else None,
+                    equal=len(prompts) - len(different),
+                    near_ties=ties,
+                    different=tuple(different),
+                )
+            )
+    return EvalReport(
+        depth=depth,
+        max_new_tokens=max_new_tokens,
+        sets=tuple(reports),
+        training_accuracy=None if training_accuracy is None else tuple(training_accuracy),
+        training_acceptance=None if training_acceptance is None else tuple(training_acceptance),
+    )
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """The first index at which two token sequences differ; the shorter length if one ends."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return None if len(a) == len(b) else min(len(a), len(b))
+
+
+def _arm(decoded: Sequence[Decoded]) -> ArmReport:
+    return ArmReport(
+        passes=sum(d.passes for d in decoded),
+        tokens=sum(d.emitted for d in decoded),
+        tried=tuple(map(sum, zip(*(d.tried for d in decoded), strict=True))),
+        accepted=tuple(map(sum, zip(*(d.accepted for d in decoded), strict=True))),
+    )

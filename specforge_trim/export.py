@@ -1,0 +1,270 @@
+"""Write a trained draft as the folder that SGLang, vLLM and TensorRT-LLM load, and read it back.
+
+    model.safetensors   the draft's tensors under their serving names, nothing else
+    config.json         the complete configuration, both rope forms
+    training.json       how it was made (only when given); engines do not read it
+
+The folder is written under a temporary name, loaded again and compared, and only then renamed:
+a folder with the final name is complete and has been loaded once.
+
+Letters: D draft width, Dt target width, V target vocabulary, Vd draft vocabulary.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .model.draft import Eagle3Draft
+from .model.draft_config import DraftConfig
+from .model.vocab import check_maps
+from .target.aux_layers import exported_aux_keys, resolve_aux_layers
+
+log = logging.getLogger(__name__)
+
+WEIGHTS, CONFIG, TRAINING = "model.safetensors", "config.json", "training.json"
+_MAPS = ("d2t", "t2d")
+_EMBEDDING = "embed_tokens.weight"
+# Rope keys of image and video positions: with them an engine takes a text draft for multimodal.
+_MULTIMODAL_ROPE = ("mrope_section", "mrope_interleaved")
+
+
+def export_draft(
+    model: Eagle3Draft,
+    out_dir: str | Path,
+    *,
+    target_config: Any,
+    training: dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write `model` as a serving folder and return its path.
+
+    Args:
+        model: the draft; its floats are converted to `dtype`, the model itself stays as it is.
+        out_dir: folder to create. An earlier export there is replaced as a whole; a folder that
+            holds anything else is refused.
+        target_config: the target's transformers configuration.
+        training: provenance to keep beside the weights (JSON values), not read by engines.
+        dtype: float format on disk; None = float16 for a float16 target, else bfloat16.
+
+    Raises:
+        ValueError: the draft does not fit the target, its vocabulary maps disagree, or what was
+            written does not load back to the same tensors and logits.
+    """
+    out = Path(out_dir)
+    if dtype is None:
+        is_half = str(getattr(target_config, "dtype", None)).removeprefix("torch.") == "float16"
+        dtype = torch.float16 if is_half else torch.bfloat16
+    config = serving_config(model.config, target_config=target_config, dtype=dtype)
+    tensors = serving_tensors(model, dtype=dtype)
+    _refuse_foreign_folder(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.parent / f".{out.name}.writing-{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+        _write_json(temporary / CONFIG, config.to_dict())
+        if training is not None:
+            _write_json(temporary / TRAINING, training)
+        check_export(temporary, tensors, model.config)
+        _replace_folder(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return out
+
+
+def serving_config(config: DraftConfig, *, target_config: Any, dtype: torch.dtype) -> DraftConfig:
+    """The configuration to write: the draft's, with what serving takes from the target.
+
+    From the target: max_position_embeddings (with a warning when the draft was configured with
+    another) and missing token ids. Aux layers equal to the target's default set become None,
+    since engines number explicit ids in two ways and the default in one.
+    Raises ValueError naming the key when target_hidden_size, vocab_size or aux_layers disagree.
+    """
+    text = target_config.get_text_config()
+    for key, target_key in (("target_hidden_size", "hidden_size"), ("vocab_size", "vocab_size")):
+        mine, theirs = getattr(config, key), getattr(text, target_key)
+        if mine != theirs:
+            raise ValueError(f"draft {key} is {mine}; the target's {target_key} is {theirs}")
+    if config.max_position_embeddings != text.max_position_embeddings:
+        log.warning(
+            "draft config: max_position_embeddings=%d; exporting the target's %d",
+            config.max_position_embeddings,
+            text.max_position_embeddings,
+        )
+    layers = resolve_aux_layers(text.num_hidden_layers, config.aux_layers)
+    is_default = not exported_aux_keys(text.num_hidden_layers, layers)
+    token_ids = {
+        key: getattr(text, key, None)
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+        if getattr(config, key) is None
+    }
+    rope = {k: v for k, v in config.rope_parameters.items() if k not in _MULTIMODAL_ROPE}
+    return dataclasses.replace(
+        config,
+        max_position_embeddings=text.max_position_embeddings,
+        aux_layers=None if is_default else layers,
+        rope_parameters=rope,
+        dtype=str(dtype).removeprefix("torch."),
+        **token_ids,
+    )
+
+
+def serving_tensors(model: Eagle3Draft, *, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Every tensor of the file on the CPU: floats as `dtype`, d2t int64, t2d bool.
+
+    The maps are left out when Vd == V. Raises ValueError for maps that disagree or were never
+    set, for an embedding that is not [V, D], and for a value that is not finite.
+    """
+    config = model.config
+    tensors = {name: value.detach().cpu() for name, value in model.state_dict().items()}
+    check_maps(tensors["d2t"], tensors["t2d"], vocab_size=config.vocab_size)
+    expected = (config.vocab_size, config.hidden_size)
+    if tuple(tensors[_EMBEDDING].shape) != expected:
+        raise ValueError(
+            f"{_EMBEDDING} has shape {list(tensors[_EMBEDDING].shape)}; engines read "
+            f"[vocab_size, hidden_size] = {list(expected)}: hidden_size must equal "
+            "target_hidden_size for a draft that shares the target's embedding"
+        )
+    if config.draft_vocab_size == config.vocab_size:
+        for name in _MAPS:
+            del tensors[name]
+    for name, value in tensors.items():
+        if value.is_floating_point():
+            converted = value.to(dtype)
+            if not bool(torch.isfinite(converted).all()):
+                raise ValueError(f"{name} holds a value that is not finite in {dtype}")
+            tensors[name] = converted.contiguous()
+    return tensors
+
+
+def load_draft(
+    folder: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> Eagle3Draft:
+    """Read an exported folder. `dtype` None keeps the file's float format.
+
+    Raises ValueError naming the folder and the file, key or tensor that is missing, unknown or
+    of another shape. A file without embed_tokens leaves it to `Eagle3Draft.load_target`.
+    """
+    folder = Path(folder)
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise ValueError(f"no draft in {folder}: {WEIGHTS} is missing")
+    config = DraftConfig.from_json(folder / CONFIG)
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no complete safetensors file: {error}") from None
+    # Construction draws initial weights; the caller's random state must not notice.
+    with torch.random.fork_rng(devices=[]):
+        model = Eagle3Draft(config)
+    expected = model.state_dict()
+    is_full = config.draft_vocab_size == config.vocab_size
+    optional = {_EMBEDDING, *(_MAPS if is_full else ())}
+    unknown = sorted(set(tensors) - set(expected))
+    missing = sorted(set(expected) - set(tensors) - optional)
+    if unknown or missing:
+        raise ValueError(f"{path}: unknown tensors {unknown}, missing tensors {missing}")
+    for name, value in tensors.items():
+        if value.shape != expected[name].shape:
+            raise ValueError(
+                f"{path}: {name} has shape {list(value.shape)}; the config says "
+                f"{list(expected[name].shape)}"
+            )
+    saved = next(v.dtype for k, v in tensors.items() if k not in _MAPS)
+    model.to(dtype or saved)
+    model.load_state_dict(tensors, strict=False)
+    model.set_vocab(tensors.get("d2t", model.d2t), tensors.get("t2d", model.t2d))
+    return model.to(device)
+
+
+def check_export(folder: Path, tensors: dict[str, Tensor], config: DraftConfig) -> None:
+    """Load `folder` and compare it with what was meant: every tensor, then logits of a probe.
+
+    The probe runs the loaded draft against one built from `tensors` and the draft's own `config`,
+    so that a key lost on the way through config.json shows. Raises ValueError.
+    """
+    written = load_file(folder / WEIGHTS)
+    if set(written) != set(tensors):
+        raise ValueError(f"{folder}: tensors {sorted(written)}; expected {sorted(tensors)}")
+    for name, value in tensors.items():
+        if written[name].dtype != value.dtype or not torch.equal(written[name], value):
+            raise ValueError(f"{folder}: {name} does not read back as it was written")
+    with torch.random.fork_rng(devices=[]):
+        meant = Eagle3Draft(config)
+    meant.load_state_dict(tensors, strict=False)
+    # One set of positions for both: the two configurations may have different limits.
+    far = config.max_position_embeddings
+    mine = _probe(meant, far=far)
+    theirs = _probe(load_draft(folder, dtype=torch.float32), far=far)
+    error = float((mine - theirs).abs().max())
+    # The same arithmetic on the same numbers: only memory alignment may change a last bit.
+    if not error <= 1e-5 * max(1.0, float(mine.abs().max())):
+        raise ValueError(f"{folder}: logits of the reloaded draft differ by {error:.3g}")
+
+
+@torch.no_grad()
+def _probe(model: Eagle3Draft, *, far: int) -> Tensor:
+    """Logits [12, Vd] of two chained steps over six rows at positions up to `far`, in fp32."""
+    config = model.config
+    generator = torch.Generator().manual_seed(0)
+    width = config.num_aux_layers * config.target_hidden_size
+    aux = torch.randn(6, width, generator=generator)
+    ids = torch.randint(config.vocab_size, (7,), generator=generator)
+    positions = torch.tensor([0, 1, 2, far // 4, far // 2, far - 2]).clamp(min=0)
+    hidden, out = model.project_aux(aux), []
+    for step in range(2):
+        q, k, v = model.query_key_value(
+            model.embed(ids[step : step + 6]), hidden, positions + step
+        )
+        attention = F.scaled_dot_product_attention(
+            q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True,
+            enable_gqa=True,
+        )  # fmt: skip
+        output = model.finish(hidden, attention.transpose(0, 1))
+        out.append(model.logits(output))
+        hidden = model.feedback(output)
+    return torch.cat(out)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _refuse_foreign_folder(out: Path) -> None:
+    """An export replaces an earlier export as a whole, and never someone's other files."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; expected a folder to write the draft to")
+    if out.is_dir():
+        foreign = sorted({p.name for p in out.iterdir()} - {WEIGHTS, CONFIG, TRAINING})
+        if foreign:
+            raise ValueError(
+                f"{out} holds other files ({', '.join(foreign[:5])}); expected an earlier "
+                "export or a folder that does not exist"
+            )
+
+
+def _replace_folder(new: Path, out: Path) -> None:
+    """Rename `new` to `out`. A non-empty folder cannot be renamed onto, so `out` moves first."""
+    if not out.exists():
+        new.rename(out)
+        return
+    old = out.parent / f".{out.name}.old-{os.getpid()}"
+    shutil.rmtree(old, ignore_errors=True)
+    out.rename(old)
+    try:
+        new.rename(out)
+    except OSError:
+        old.rename(out)
+        raise
+    shutil.rmtree(old)
