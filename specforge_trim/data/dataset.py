@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 TOO_LONG = "longer than max_length"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class PreparedData:
     """Tokenised documents, read lazily from their folder.
 
@@ -88,6 +88,12 @@ class PreparedData:
             _index=_map(folder / "index.bin", np.dtype("<i8"), (documents, 3)),
             _doc_ids=_map(folder / "doc_ids.bin", np.dtype(np.uint8), (documents, 32)),
         )
+
+    def __reduce__(self):
+        return PreparedData.load, (self.folder, self.paths)
+
+    def __repr__(self) -> str:
+        return f"PreparedData({self.folder}: {self.summary()})"
 
     def __len__(self) -> int:
         return len(self._index)

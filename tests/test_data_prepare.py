@@ -1,0 +1,253 @@
+"""Bugs caught: a cache that survives an edited template, a changed file or another limit; half
+written caches; rows lost without a count; a run that goes on with no data or mostly bad data.
+"""
+
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import chat_templates as chat
+import numpy as np
+import pytest
+from chat_templates import assistant, chat_tokenizer, user
+
+from specforge_trim.data import dataset
+from specforge_trim.data.conversation import Conversation
+from specforge_trim.data.dataset import PreparedData, prepare
+from specforge_trim.data.tokenize import render_and_mask
+
+MAX_LENGTH = 200
+
+
+def rows(count: int, *, start: int = 0) -> list[dict]:
+    return [
+        {"messages": [user(f"question {i}?"), assistant(f"answer {i}")]}
+        for i in range(start, start + count)
+    ]
+
+
+def write(path: Path, items: list) -> Path:
+    lines = [item if isinstance(item, str) else json.dumps(item) for item in items]
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+def run(paths, tmp_path, tokenizer=None, **options) -> PreparedData:
+    options = {"max_length": MAX_LENGTH, "progress": False} | options
+    return prepare(paths, tokenizer or chat_tokenizer(), cache_dir=tmp_path / "cache", **options)
+
+
+@pytest.fixture
+def count_work(monkeypatch):
+    """Counts how often documents are really tokenised rather than read from the cache."""
+    calls = []
+    real = dataset._write
+    monkeypatch.setattr(dataset, "_write", lambda *a, **k: (calls.append(1), real(*a, **k)))
+    return calls
+
+
+def test_documents_equal_those_made_one_by_one(tmp_path):
+    items = rows(5)
+    path = write(tmp_path / "a.jsonl", items)
+    tokenizer = chat_tokenizer()
+    data = run(path, tmp_path, tokenizer)
+    assert len(data) == 5
+    for i, item in enumerate(items):
+        row = Conversation(tuple(item["messages"]), None, f"{path}:{i + 1}")
+        expected, found = render_and_mask(tokenizer, row), data[i]
+        assert found.input_ids.tolist() == expected.input_ids.tolist()
+        assert found.loss_mask.tolist() == expected.loss_mask.tolist()
+        assert (found.source, found.doc_id) == (expected.source, expected.doc_id)
+    assert data.num_tokens == sum(len(d.input_ids) for d in data) == data.lengths.sum()
+    assert data.num_supervised == sum(int(d.loss_mask.sum()) for d in data)
+    assert data[-1].doc_id == data[4].doc_id
+    with pytest.raises(IndexError):
+        data[5]
+
+
+def test_the_second_run_reads_the_cache_and_gives_the_same(tmp_path, count_work):
+    path = write(tmp_path / "a.jsonl", rows(3))
+    first, second = run(path, tmp_path), run(path, tmp_path)
+    assert len(count_work) == 1
+    assert [d.doc_id for d in first] == [d.doc_id for d in second]
+    assert first.fingerprint == second.fingerprint
+
+
+def test_a_moved_file_is_the_same_content_with_new_places(tmp_path, count_work):
+    path = write(tmp_path / "a.jsonl", [*rows(30), "{"])
+    run(path, tmp_path)
+    moved = path.rename(tmp_path / "b.jsonl")
+    data = run(moved, tmp_path)
+    assert len(count_work) == 1
+    assert data[0].source == f"{moved}:1" and data.bad_rows[0].source == f"{moved}:31"
+
+
+@pytest.mark.parametrize("change", ["template", "data", "order", "max_length", "tokenizer"])
+def test_any_change_of_content_is_a_cache_miss(tmp_path, count_work, change):
+    one, two = write(tmp_path / "a.jsonl", rows(3)), write(tmp_path / "b.jsonl", rows(3, start=9))
+    paths, tokenizer, options = [one, two], chat_tokenizer(), {}
+    before = run(paths, tmp_path, tokenizer)
+    if change == "template":
+        tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>\n", "<|im_end|> ", 1)
+    elif change == "data":
+        one.write_text(one.read_text().replace("answer 1", "answer X"))
+    elif change == "order":
+        paths = [two, one]
+    elif change == "max_length":
+        options = {"max_length": MAX_LENGTH + 1}
+    else:
+        tokenizer.add_tokens(["question"])
+    after = run(paths, tmp_path, tokenizer, **options)
+    assert len(count_work) == 2 and before.fingerprint != after.fingerprint
+
+
+def test_settings_of_a_call_are_no_part_of_the_tokenizer(tmp_path, count_work):
+    path, tokenizer = write(tmp_path / "a.jsonl", rows(3)), chat_tokenizer()
+    run(path, tmp_path, tokenizer)
+    tokenizer(["a", "a b c"], padding=True, truncation=True, max_length=3)
+    assert len(run(path, tmp_path, tokenizer)) == 3 and len(count_work) == 1
+
+
+def test_bad_and_long_rows_are_counted_listed_and_said(tmp_path, caplog):
+    long = {"messages": [user("long " * 300), assistant("a")]}
+    path = write(tmp_path / "a.jsonl", [*rows(20), "{", long, {"messages": []}, *rows(2)])
+    with caplog.at_level(logging.WARNING):
+        data = run(path, tmp_path)
+    assert data.num_rows == 25 and len(data) == 22
+    assert data.skipped == {
+        "line is not valid JSON": 1,
+        "longer than max_length": 1,
+        "no user message": 1,
+    }
+    assert [row.source for row in data.bad_rows] == [f"{path}:{n}" for n in (21, 22, 23)]
+    assert "22 of 25 conversations" in caplog.text and "1 x no user message" in caplog.text
+    (report,) = (tmp_path / "cache" / "prepared").glob("*.bad_rows.jsonl")
+    listed = [json.loads(line) for line in report.read_text().splitlines()]
+    assert [(item["source"], item["reason"]) for item in listed] == [
+        (row.source, row.reason) for row in data.bad_rows
+    ]
+
+
+def test_a_template_that_refuses_some_rows_skips_those(tmp_path):
+    backwards = {"messages": [assistant("a"), user("q")]}
+    path = write(tmp_path / "a.jsonl", [*rows(2), backwards])
+    data = run(path, tmp_path, chat_tokenizer(chat.MISTRAL), max_bad_fraction=0.5)
+    assert len(data) == 2 and data.skipped == {"chat template refuses the conversation": 1}
+
+
+def test_too_many_bad_rows_stop_the_run_also_from_the_cache(tmp_path):
+    path = write(tmp_path / "a.jsonl", [*rows(7), "{", "{", "{"])
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"3 of 10 rows") as caught:
+            run(path, tmp_path, max_bad_fraction=0.29)
+        assert f"{path}:8: line is not valid JSON" in str(caught.value)
+        assert "bad_rows.jsonl" in str(caught.value)
+    assert len(run(path, tmp_path, max_bad_fraction=0.3)) == 7
+
+
+@pytest.mark.parametrize(
+    ("items", "reason"),
+    [
+        ([], "no rows"),
+        (["{", "{"], "2 x line is not valid JSON"),
+        ([{"messages": [user("long " * 300), assistant("a")]}], "1 x longer than max_length"),
+    ],
+)
+def test_no_usable_conversation_is_an_error(tmp_path, items, reason):
+    path = write(tmp_path / "a.jsonl", items)
+    with pytest.raises(ValueError, match="no usable conversation") as caught:
+        run(path, tmp_path, max_bad_fraction=1.0)
+    assert str(path) in str(caught.value) and reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("paths", "options", "message"),
+    [
+        ([], {}, "no data file"),
+        ("a.jsonl", {"max_length": 0}, "max_length"),
+        ("a.jsonl", {"max_length": 10.0}, "max_length"),
+        ("a.jsonl", {"max_bad_fraction": 1.5}, "max_bad_fraction"),
+    ],
+)
+def test_wrong_settings_are_named(tmp_path, paths, options, message):
+    with pytest.raises(ValueError, match=message):
+        run(paths, tmp_path, **options)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.jsonl"):
+        run(tmp_path / "nothing.jsonl", tmp_path)
+
+
+def test_an_interrupted_run_leaves_nothing_that_counts_as_prepared(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.jsonl", rows(6))
+    real, seen = dataset.ChatTokenizer.document, []
+
+    def stop_at_the_third(self, row):
+        seen.append(row)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return real(self, row)
+
+    monkeypatch.setattr(dataset.ChatTokenizer, "document", stop_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        run(path, tmp_path)
+    assert list((tmp_path / "cache" / "prepared").iterdir()) == []
+    assert len(run(path, tmp_path)) == 6
+
+
+def test_a_cut_file_in_the_cache_is_an_error_that_names_it(tmp_path):
+    path = write(tmp_path / "a.jsonl", rows(6))
+    ids = run(path, tmp_path).folder / "input_ids.bin"
+    ids.write_bytes(ids.read_bytes()[:-4])
+    with pytest.raises(ValueError, match=r"input_ids\.bin has \d+ bytes"):
+        run(path, tmp_path)
+
+
+def test_another_process_that_finishes_first_wins(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.jsonl", rows(6))
+    real, inner = dataset._tokenize_files, []
+
+    def slow(*args, **kwargs):
+        if not inner:
+            inner.append(1)
+            run(path, tmp_path)  # the other process, start to end
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(dataset, "_tokenize_files", slow)
+    assert len(run(path, tmp_path)) == 6
+    assert len(list((tmp_path / "cache" / "prepared").iterdir())) == 1
+
+
+def test_a_pickled_data_set_is_opened_again_not_copied(tmp_path):
+    data = run(write(tmp_path / "a.jsonl", rows(50)), tmp_path)
+    raw = pickle.dumps(data)
+    assert len(raw) < 1000
+    assert [d.doc_id for d in pickle.loads(raw)] == [d.doc_id for d in data]
+
+
+def test_documents_are_private_copies(tmp_path):
+    data = run(write(tmp_path / "a.jsonl", rows(2)), tmp_path)
+    data[0].loss_mask.fill_(True)
+    data[0].input_ids.fill_(0)
+    assert not data[0].loss_mask.all() and data[0].input_ids.any()
+    assert data[0].input_ids.dtype.is_floating_point is False
+    assert np.array_equal(data.lengths, [len(d.input_ids) for d in data])
+
+
+def test_the_progress_bar_goes_to_stderr_only(tmp_path, capfd):
+    run(write(tmp_path / "a.jsonl", rows(2)), tmp_path, progress=True)
+    captured = capfd.readouterr()
+    assert captured.out == "" and "tokenize" in captured.err
+
+
+def test_importing_prints_and_loads_nothing_heavy():
+    code = "import specforge_trim.data.conversation, sys; assert 'transformers' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
