@@ -251,3 +251,22 @@ def test_importing_prints_and_loads_nothing_heavy():
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_workers_forked_after_tokenising_are_not_warned_about(tmp_path):
+    """The fast tokenizer complains on stderr when its threads were used before a fork."""
+    path = write(tmp_path / "a.jsonl", rows(3))
+    code = (
+        "import os, sys, chat_templates; from specforge_trim.data.dataset import prepare\n"
+        "prepare(sys.argv[1], chat_templates.chat_tokenizer(), cache_dir=sys.argv[2],"
+        " max_length=99, progress=False)\n"
+        "if os.fork() == 0: os._exit(0)\n"
+        "os.wait()\n"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path), str(tmp_path / "cache")],
+        capture_output=True, text=True, env=env, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and "forked" not in done.stderr, done.stderr

@@ -7,6 +7,7 @@ decided on the rendered text (template.py), which tokens they are by spelling to
 assistant.
 """
 
+import copy
 import hashlib
 from dataclasses import dataclass
 
@@ -44,6 +45,11 @@ class ChatTokenizer:
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer)
         self._bytes = TokenBytes(tokenizer)
+        # A copy without padding and truncation, which are left over from the last call of whoever
+        # used the tokenizer. One text at a time: batches start threads that a fork would break.
+        self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
+        self._backend.no_padding()
+        self._backend.no_truncation()
 
     def document(self, conversation: Conversation) -> Document:
         """Tokenise one conversation; raises RowError when its mask would be a guess or empty."""
@@ -84,7 +90,7 @@ class ChatTokenizer:
         return ids, starts, ends
 
     def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return self._backend.encode(text, add_special_tokens=False).ids
 
 
 def render_and_mask(tokenizer, conversation: Conversation) -> Document:
