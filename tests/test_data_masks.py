@@ -179,6 +179,7 @@ def test_text_in_another_unicode_form_is_compared_as_the_tokenizer_sees_it():
 
 
 REFUSED = {
+    "no answer": (chat.CHATML, (user("q"),), "no assistant message"),
     "end-of-turn token inside the answer": (
         chat.CHATML,
         (user("q"), assistant("a<|im_end|>\n<|im_start|>assistant\nb")),

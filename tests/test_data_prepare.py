@@ -253,20 +253,9 @@ def test_importing_prints_and_loads_nothing_heavy():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_workers_forked_after_tokenising_are_not_warned_about(tmp_path):
-    """The fast tokenizer complains on stderr when its threads were used before a fork."""
-    path = write(tmp_path / "a.jsonl", rows(3))
-    code = (
-        "import os, sys, chat_templates; from specforge_trim.data.dataset import prepare\n"
-        "prepare(sys.argv[1], chat_templates.chat_tokenizer(), cache_dir=sys.argv[2],"
-        " max_length=99, progress=False)\n"
-        "if os.fork() == 0: os._exit(0)\n"
-        "os.wait()\n"
-    )
-    env = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
-    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path), str(tmp_path / "cache")],
-        capture_output=True, text=True, env=env, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0 and "forked" not in done.stderr, done.stderr
+def test_padding_left_set_by_another_call_does_not_reach_the_documents(tmp_path):
+    tokenizer = chat_tokenizer()
+    tokenizer(["a", "b c"], padding="max_length", truncation=True, max_length=7)
+    data = run(write(tmp_path / "a.jsonl", rows(2)), tmp_path, tokenizer)
+    assert len(set(data.lengths)) == 1 and data.lengths[0] > 7
+    assert tokenizer.decode(data[0].input_ids).endswith("answer 0<|im_end|>\n")

@@ -96,7 +96,11 @@ def read_conversations(
 
 
 def parse_row(row: object, *, source: str) -> Conversation:
-    """The Conversation in one decoded JSON row; raises RowError."""
+    """The Conversation in one decoded JSON row; raises RowError.
+
+    A conversation without an answer is one (the target may be asked to write it); tokenize.py
+    refuses it for training.
+    """
     if not isinstance(row, dict):
         raise RowError("row is not a JSON object", f"found {type(row).__name__}")
     raw_messages = row.get("messages")
@@ -111,8 +115,6 @@ def parse_row(row: object, *, source: str) -> Conversation:
     messages = tuple(_parse_message(message, i) for i, message in enumerate(raw_messages))
     if not any(message["role"] == "user" for message in messages):
         raise RowError("no user message", f"{len(messages)} messages")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise RowError("no assistant message", f"{len(messages)} messages")
     return Conversation(messages, _parse_tools(row.get("tools")), source)
 
 

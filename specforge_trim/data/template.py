@@ -64,6 +64,8 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation) -> Rendered:
         """Render the whole conversation once and find the assistant's spans; raises RowError."""
+        if not any(message["role"] == "assistant" for message in conversation.messages):
+            raise RowError("no assistant message", f"{len(conversation.messages)} messages")
         text = self._apply(conversation.messages, conversation.tools)
         template = self._tokenizer.get_chat_template(tools=_tools(conversation.tools))
         if _GENERATION_TAG.search(template):

@@ -45,8 +45,7 @@ class ChatTokenizer:
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer)
         self._bytes = TokenBytes(tokenizer)
-        # A copy without padding and truncation, which are left over from the last call of whoever
-        # used the tokenizer. One text at a time: batches start threads that a fork would break.
+        # A copy, since padding and truncation stay set from the last call of whoever used it.
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self._backend.no_padding()
         self._backend.no_truncation()
