@@ -1,0 +1,158 @@
+"""Capture the target's hidden states: into a store for offline use, or one document online."""
+
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from specforge_trim.data.store import (
+    FeatureStore,
+    MemoryDocument,
+    StoreSpec,
+    StoreWriter,
+    teacher_positions,
+)
+from specforge_trim.target.aux_layers import resolve_aux_layers
+from specforge_trim.target.hf import HFTarget, load_embedding_and_head, target_fingerprint
+
+if TYPE_CHECKING:
+    from specforge_trim.data.dataset import PreparedData
+
+logger = logging.getLogger(__name__)
+
+PROBE_TOKENS = 16
+
+
+class HasIdsAndMask(Protocol):
+    """A tokenised document (`data/tokenize.py`)."""
+
+    input_ids: Tensor  # int64 [L]
+    loss_mask: Tensor  # bool [L]
+    source: str
+    doc_id: str
+
+
+def store_spec(
+    target_path: str | Path,
+    *,
+    aux_layers: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> StoreSpec:
+    """What features of this target are, read from its files without loading the model."""
+    from transformers import AutoConfig
+
+    text = AutoConfig.from_pretrained(target_path).get_text_config()
+    return StoreSpec(
+        target_fingerprint=target_fingerprint(target_path),
+        aux_layers=resolve_aux_layers(text.num_hidden_layers, aux_layers),
+        hidden_size=text.hidden_size,
+        dtype=str(dtype).removeprefix("torch."),
+        target_name=str(target_path),
+    )
+
+
+def is_captured(data: "PreparedData", spec: StoreSpec, store_dir: str | Path) -> bool:
+    """True when `store_dir` holds all features of `data`.
+
+    Raises ValueError when it holds those of another target or of other documents.
+    """
+    if not (Path(store_dir) / "manifest.json").exists():
+        return False
+    doc_ids = [data[i].doc_id for i in range(len(data))]
+    return FeatureStore.open(store_dir, expect=spec, doc_ids=doc_ids).is_complete
+
+
+def capture(
+    data: "PreparedData",
+    target: HFTarget,
+    store_dir: str | Path,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    dtype: torch.dtype | None = None,
+    shard_tokens: int = 16384,
+    progress: bool = True,
+) -> None:
+    """Write this rank's shards of the features of `data` into `store_dir`.
+
+    Every world_size-th shard is this rank's. Shards that are there stay; an interrupted run loses
+    the shard it was at. A progress bar over tokens goes to stderr on rank 0.
+
+    Args:
+        dtype: of the stored tensors; None = the target's own.
+
+    Raises ValueError when the folder holds other features, when the target's logits are not
+    head(last hidden), or when a document gives states that are not finite; OSError when the disk
+    is too small (checked first) or cannot be written.
+    """
+    spec = StoreSpec(
+        target_fingerprint=target.fingerprint,
+        aux_layers=target.aux_layers,
+        hidden_size=target.hidden_size,
+        dtype=str(dtype or target.dtype).removeprefix("torch."),
+        target_name=target.name,
+    )
+    documents = [data[i] for i in range(len(data))]
+    writer = StoreWriter(
+        store_dir,
+        spec,
+        doc_ids=[document.doc_id for document in documents],
+        lengths=[len(document.input_ids) for document in documents],
+        shard_tokens=shard_tokens,
+    )
+    shards = writer.missing(rank=rank, world_size=world_size)
+    if not shards:
+        return
+    head = load_embedding_and_head(target.name)
+    target.check_head(head, documents[0].input_ids[:PROBE_TOKENS])
+    todo = [documents[i] for shard in shards for i in writer.documents(shard)]
+    _check_space(Path(store_dir), spec, todo, ranks=world_size)
+    total = sum(len(document.input_ids) for document in todo)
+    silent = not progress or rank != 0
+    with tqdm(total=total, desc="capture", unit="tok", unit_scale=True, disable=silent) as bar:
+        for shard in shards:
+            features = []
+            for i in writer.documents(shard):
+                features.append(capture_document(target, documents[i]))
+                bar.update(len(documents[i].input_ids))
+            writer.write(shard, features)
+
+
+def capture_document(target: HFTarget, document: HasIdsAndMask) -> MemoryDocument:
+    """Features of one document in memory, on the CPU, as a store would give them.
+
+    Raises ValueError naming the document when a state is not finite.
+    """
+    aux, last = target.features(document.input_ids)
+    positions = teacher_positions(document.loss_mask)
+    last = last[positions.to(last.device)]
+    if not (torch.isfinite(aux).all() and torch.isfinite(last).all()):
+        raise ValueError(
+            f"{document.source}: the target's hidden states are not finite in {target.dtype}"
+        )
+    return MemoryDocument(aux.cpu(), last.cpu(), positions)
+
+
+def _check_space(
+    folder: Path, spec: StoreSpec, documents: Sequence[HasIdsAndMask], *, ranks: int
+) -> None:
+    """Say how much disk the capture takes; raise OSError when there is less."""
+    width = len(spec.aux_layers) * spec.hidden_size
+    values = sum(
+        len(document.input_ids) * width
+        + len(teacher_positions(document.loss_mask)) * spec.hidden_size
+        for document in documents
+    )
+    needed = values * spec.torch_dtype.itemsize
+    free = shutil.disk_usage(folder).free
+    logger.info("capture writes %.2f GB into %s (%.1f GB free)", needed / 1e9, folder, free / 1e9)
+    if needed * ranks > free:
+        raise OSError(
+            f"target features need {needed * ranks / 1e9:.1f} GB in {folder}, "
+            f"{free / 1e9:.1f} GB are free"
+        )
