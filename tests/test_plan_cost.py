@@ -137,17 +137,26 @@ def test_no_supervision_costs_nothing():
 
 
 def test_second_layer_by_hand():
-    # T = 3, one step, m = 1 at 1: rows {1}, context {0, 1}. D 10, N*H 24, Nkv*H 12, I 14.
-    pack = build_trim_pack([0, 1, 0], 1)
+    # m = 1 at 1: rows {0, 1} and {0}, context {0, 1}. D 10, N*H 24, Nkv*H 12, I 14.
+    pack = build_trim_pack([0, 1, 0], 2)
     cost = pack_cost(pack, DraftDims(**TINY, layers=2, fc_norm=True))
     mlp_and_out = 2 * 24 * 10 + 6 * 10 * 14
-    lower = 2 * 20 * 24 + mlp_and_out  # over both context tokens
-    upper = 2 * 10 * 24 + mlp_and_out  # over row 1
+    lower = 2 * 20 * 24 + mlp_and_out
+    upper = 2 * 10 * 24 + mlp_and_out
     kv = 4 * 20 * 12 + 4 * 10 * 12
     assert cost.by_stage["context"].kept == 2 * 3 * (2 * 21 * 10 + kv)
-    assert cost.by_stage["rows"].kept == 3 * (2 * lower + upper)
-    assert cost.by_stage["attention"].kept == 3 * 4 * 24 * ((1 + 2) + 2)
-    assert cost.by_stage["head"].kept == 3 * 2 * 10 * 17
+    assert cost.by_stage["rows"].kept == 3 * (3 * lower + 3 * upper + kv)
+    assert cost.by_stage["attention"].kept == 3 * 4 * 24 * 2 * ((1 + 2) + 2)
+    assert cost.by_stage["head"].kept == 2 * 3 * 2 * 10 * 17
+
+
+def test_lower_layers_run_over_the_whole_context_at_step_0():
+    # m = 1 at 2, one step: row {2}, context {0, 1, 2}.
+    cost = pack_cost(build_trim_pack([0, 0, 1], 1), DraftDims(**TINY, layers=2))
+    mlp_and_out = 2 * 24 * 10 + 6 * 10 * 14
+    lower, upper = 2 * 20 * 24 + mlp_and_out, 2 * 10 * 24 + mlp_and_out
+    assert cost.by_stage["rows"].kept == 3 * (3 * lower + upper)
+    assert cost.by_stage["attention"].kept == 3 * 4 * 24 * ((1 + 2 + 3) + 3)
 
 
 def test_bad_sizes_are_named():

@@ -132,6 +132,13 @@ def test_chunks_are_even_and_no_larger_than_asked():
     assert [chunk.teacher_slice for chunk in chunks] == [(0, 10), (8, 18), (16, 25)]
 
 
+def test_teachers_of_a_chunk_end_with_its_last_document():
+    pack = build_trim_pack([0, 1, 1, 1, 1, 1], 4, cu_seqlens=[0, 3, 6])
+    chunks = plan_chunks(pack, chunk_rows=3)
+    assert [(chunk.lo, chunk.hi) for chunk in chunks] == [(0, 3), (3, 6)]
+    assert [chunk.teacher_slice for chunk in chunks] == [(0, 2), (2, 5)]
+
+
 def test_one_run_is_one_causal_segment():
     mask = [0] * 100
     mask[60:90] = [1] * 30
@@ -144,14 +151,14 @@ def test_one_run_is_one_causal_segment():
 
 def test_short_runs_share_a_masked_group_and_long_runs_do_not():
     mask = [0] * 200
-    for point in (10, 14, 100):
+    for point in (10, 14, 64, 100):
         mask[point] = 1
     mask[20:60] = [1] * 40
     (chunk,) = plan_chunks(build_trim_pack(mask, 2), group_gap=8, max_group=50)
     first = [(s.q0, s.q1, s.k_lo, s.k_mid, s.k_hi) for s in chunk.steps[0].segments]
-    # rows 9 10 | 13 14 in one group, 19..59 a run, 99 100 alone
-    assert first == [(0, 4, 0, 9, 15), (4, 45, 0, 19, 60), (45, 47, 0, 99, 101)]
-    assert [s.mask is None for s in chunk.steps[0].segments] == [False, True, True]
+    # rows 9 10 | 13 14 in one group, 19..59 a run, 63 64 | 99 100 in one group
+    assert first == [(0, 4, 0, 9, 15), (4, 45, 0, 19, 60), (45, 49, 0, 63, 101)]
+    assert [s.mask is None for s in chunk.steps[0].segments] == [False, True, False]
     assert chunk.steps[0].segments[0].mask.int().tolist() == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],

@@ -281,6 +281,7 @@ def _step(i: int, emit: Tensor, need: Tensor, rank: Tensor, previous: Step | Non
     loss_rows = rows[loss_index]
     diagonal: tuple[Tensor, ...] = ()
     if i >= 2:
+        assert previous is not None and carry is not None, i
         diagonal = (*(index[carry] for index in previous.diagonal_index), carry)
     return Step(
         rows=rows,

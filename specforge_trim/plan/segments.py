@@ -147,7 +147,7 @@ def plan_chunks(
             lo=lows[c],
             hi=highs[c],
             teacher_slice=teachers[c],
-            steps=tuple(part[c] for part in parts if part[c] is not None),
+            steps=tuple(step for step in (part[c] for part in parts) if step is not None),
         )
         for c in range(num_chunks)
     )
@@ -218,7 +218,7 @@ def _chunk_steps(
     loss_index = local(step.loss_index, split.row_edges[:-1], loss_sizes)
     teacher_index = local(step.teacher_index, teacher_starts, loss_sizes)
     carry = None
-    if i > 0:
+    if step.carry_index is not None:
         carry = local(step.carry_index, splits[i - 1].row_edges[:-1], sizes)
     diagonal = [
         local(index, splits[j].row_edges[:-1], sizes)
