@@ -120,6 +120,8 @@ def request_id(conversation: Conversation, settings: str) -> str:
     are replaced, do not.
     """
     kept = [m if not _is_answer(m) else {"role": "assistant"} for m in conversation.messages]
+    if kept[-1]["role"] == "user":
+        kept.append({"role": "assistant"})  # an answer still missing is asked for all the same
     content = json.dumps([kept, conversation.tools, settings], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:24]
 
@@ -246,6 +248,7 @@ class _Pending:
     written: list[dict]
     rest: list[dict]
     prompt: list[int] = field(default_factory=list)
+    done: bool = False
 
     def advance(self) -> bool:
         """Take over everything up to the next answer; False when there is none left."""
@@ -267,27 +270,22 @@ def _answer_all(
     """Yield one row per conversation as it is finished or dropped, longest prompts first."""
     waiting = [_Pending(i, c.tools, [], list(c.messages)) for i, c in todo.items()]
     with tqdm(total=len(waiting), desc="regenerate", unit="row", disable=not progress) as bar:
-        while waiting:
-            ready = []
-            for item in waiting:
-                row = _next_request(writer, item)
-                if row is None:
-                    ready.append(item)
-                else:
-                    bar.update()
-                    yield row
-            waiting = []
-            ready.sort(key=lambda item: -len(item.prompt))
-            for batch in _batches(ready, batch_size, batch_tokens, writer.max_new_tokens):
-                answers = writer.answer([item.prompt for item in batch])
-                for item, answer in zip(batch, answers, strict=True):
-                    reason = degenerate_reason(answer, item.prompt)
-                    item.written.append({"role": "assistant", "content": answer.text})
-                    if reason:
-                        bar.update()
-                        yield _row(item, dropped=reason)
-                    else:
-                        waiting.append(item)
+        rows = [row for item in waiting if (row := _next_request(writer, item))]
+        while True:
+            bar.update(len(rows))
+            yield from rows
+            waiting = sorted((i for i in waiting if not i.done), key=lambda i: -len(i.prompt))
+            if not waiting:
+                return
+            batch = waiting[: _batch_rows(waiting[0], batch_size, batch_tokens, writer)]
+            answers = writer.answer([item.prompt for item in batch])
+            rows = []
+            for item, answer in zip(batch, answers, strict=True):
+                item.written.append({"role": "assistant", "content": answer.text})
+                reason = degenerate_reason(answer, item.prompt)
+                row = _row(item, dropped=reason) if reason else _next_request(writer, item)
+                if row:
+                    rows.append(row)
 
 
 def _next_request(writer: _Writer, item: _Pending) -> dict | None:
@@ -304,24 +302,19 @@ def _next_request(writer: _Writer, item: _Pending) -> dict | None:
 
 
 def _row(item: _Pending, dropped: str | None = None) -> dict:
+    """The item's output row; it is done."""
+    item.done = True
     row = {"id": item.id, "messages": item.written}
     if item.tools:
         row["tools"] = item.tools
     return row if dropped is None else {**row, "dropped": dropped}
 
 
-def _batches(
-    ready: list[_Pending], batch_size: int, batch_tokens: int, new_tokens: int
-) -> Iterator[list[_Pending]]:
-    """Cut the list, longest first, into batches within both limits; one request always fits."""
-    start = 0
-    while start < len(ready):
-        width = len(ready[start].prompt) + new_tokens
-        size = max(1, min(batch_size, batch_tokens // width))
-        if len(ready[start].prompt) > SOLO_LENGTH:
-            size = 1
-        yield ready[start : start + size]
-        start += size
+def _batch_rows(longest: _Pending, batch_size: int, batch_tokens: int, writer: _Writer) -> int:
+    """How many requests, this one the longest, go into a batch; one always does."""
+    if len(longest.prompt) > SOLO_LENGTH:
+        return 1
+    return max(1, min(batch_size, batch_tokens // (len(longest.prompt) + writer.max_new_tokens)))
 
 
 def _sibling(out: Path, kind: str) -> Path:

@@ -1,0 +1,213 @@
+"""Catches: answers that depend on the batch's padding; a resume that asks again or loses rows; ids
+that change with the order of rows; degenerate answers kept; an end-of-turn invented for an answer
+that was cut off."""
+
+import json
+
+import pytest
+import torch
+from tiny import CHATML, save_tiny_target, tiny_messages, tiny_tokenizer
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from specforge_trim.target.regenerate import Answer, degenerate_reason, regenerate
+
+END_IDS = [2, *range(100, 130)]  # a random model meets one of so many soon
+STRICT = "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('no') }}{% endif %}" + CHATML
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = save_tiny_target(tmp_path_factory.mktemp("t"), tied=False, chat_template=STRICT)
+    GenerationConfig(eos_token_id=END_IDS, pad_token_id=0).save_pretrained(folder)
+    return folder
+
+
+def write(path, conversations):
+    path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in conversations))
+    return path
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(paths, out, target, **options):
+    options = {"max_new_tokens": 12, "batch_size": 3, "dtype": torch.float32, **options}
+    return regenerate(paths, out, target, progress=False, **options)
+
+
+def greedy(model, ids, limit):
+    """One token at a time, without cache, batch or padding."""
+    answer = []
+    while len(answer) < limit:
+        logits = model(torch.tensor([ids + answer]), use_cache=False).logits[0, -1]
+        token = int(logits.argmax())
+        if token in END_IDS:
+            return answer, True
+        answer.append(token)
+    return answer, False
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    rows = [tiny_messages(i, prompt_words=3 + 2 * i)[:1] for i in range(10)]
+    return write(tmp_path / "prompts.jsonl", rows)
+
+
+def test_answers_are_the_targets_own_greedy_ones(tmp_path, target, prompts):
+    report = run([prompts], tmp_path / "out.jsonl", target)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    tokenizer = tiny_tokenizer(STRICT)
+    expected, dropped = [], 0
+    for row in read(prompts):
+        ids = tokenizer.apply_chat_template(
+            row["messages"], add_generation_prompt=True, return_dict=False
+        )
+        with torch.inference_mode():
+            answer, finished = greedy(model, ids, 12)
+        text = tokenizer.decode(answer)
+        if degenerate_reason(Answer(tuple(answer), text, finished), ids):
+            dropped += 1
+        else:
+            expected.append([*row["messages"], {"role": "assistant", "content": text}])
+    assert len(expected) >= 3
+    assert [row["messages"] for row in read(tmp_path / "out.jsonl")] == expected
+    assert report.written == len(expected) and report.dropped.total() == dropped
+    assert not (tmp_path / "out.jsonl.partial").exists()
+
+
+def test_every_text_turn_is_answered_in_its_new_context(tmp_path, target):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
+    user = [{"role": "user", "content": text} for text in ("abc", "fed cba", "dd")]
+    rows = [
+        [user[0], {"role": "assistant", "content": "OLD"}, user[1], call, user[2]],
+        [user[1], {"role": "assistant", "content": "OLD"}, user[0]],
+    ]
+    run([write(tmp_path / "p.jsonl", rows)], tmp_path / "out.jsonl", target, max_new_tokens=40)
+    both = read(tmp_path / "out.jsonl") + read(tmp_path / "out.jsonl.dropped")
+    assert len(both) == 2 and "OLD" not in json.dumps(both)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    tokenizer = tiny_tokenizer(STRICT)
+    turns = 0
+    for row in both:
+        for i, message in enumerate(row["messages"]):
+            if message["role"] != "assistant" or "tool_calls" in message:
+                continue
+            ids = tokenizer.apply_chat_template(
+                row["messages"][:i], add_generation_prompt=True, return_dict=False
+            )
+            with torch.inference_mode():
+                answer, finished = greedy(model, ids, 40)
+            assert finished and message["content"] == tokenizer.decode(answer)
+            turns += 1
+    assert turns >= 3
+    kept = [[m["role"][0] for m in row["messages"]] for row in read(tmp_path / "out.jsonl")]
+    assert all("".join(roles) in ("uauaua", "uaua") for roles in kept)
+
+
+class Interrupt(Exception):
+    pass
+
+
+def count_requests(monkeypatch, *, stop_after=None):
+    """Record every prompt the target is asked; raise after so many batches."""
+    from specforge_trim.target import regenerate as module
+
+    asked, batches, whole = [], [], module._Writer.answer
+
+    def answer(self, prompts):
+        if stop_after is not None and len(batches) == stop_after:
+            raise Interrupt
+        batches.append(1)
+        asked.extend(map(tuple, prompts))
+        return whole(self, prompts)
+
+    monkeypatch.setattr(module._Writer, "answer", answer)
+    return asked
+
+
+def test_an_interrupted_run_goes_on(tmp_path, target, prompts, monkeypatch):
+    run([prompts], tmp_path / "straight.jsonl", target)
+    with monkeypatch.context() as patch:
+        first = count_requests(patch, stop_after=2)
+        with pytest.raises(Interrupt):
+            run([prompts], tmp_path / "out.jsonl", target)
+    assert len(first) == 6 and not (tmp_path / "out.jsonl").exists()
+    with (tmp_path / "out.jsonl.partial").open("a") as file:
+        file.write('{"id": "cut off in the mid')
+    with monkeypatch.context() as patch:
+        second = count_requests(patch)
+        report = run([prompts], tmp_path / "out.jsonl", target)
+    assert len(second) == 4 and not set(first) & set(second) and report.resumed == 6
+    for name in ("", ".dropped"):
+        straight = (tmp_path / f"straight.jsonl{name}").read_bytes()
+        assert (tmp_path / f"out.jsonl{name}").read_bytes() == straight
+
+
+def test_ids_follow_the_content_not_the_order(tmp_path, target, prompts, monkeypatch):
+    out = tmp_path / "out.jsonl"
+    run([prompts], out, target)
+    rows = [row["messages"] for row in read(prompts)]
+    asked = count_requests(monkeypatch)
+    run([write(prompts, rows[::-1][:7])], out, target)  # another order, another filter
+    assert asked == []
+    run([write(prompts, [rows[9], tiny_messages(77)[:1]])], out, target)
+    assert len(asked) == 1
+    run([prompts], out, target, max_new_tokens=11)  # other settings, other answers
+    assert len(asked) == 3
+
+
+def test_answers_already_there_do_not_change_the_id(tmp_path, target, monkeypatch):
+    out = tmp_path / "out.jsonl"
+    messages = tiny_messages(3)
+    run([write(tmp_path / "p.jsonl", [messages[:1]])], out, target)
+    asked = count_requests(monkeypatch)
+    other = [messages[0], {**messages[1], "content": "x"}]
+    run([write(tmp_path / "p.jsonl", [messages])], out, target)
+    run([write(tmp_path / "p.jsonl", [other])], out, target)
+    assert asked == []
+
+
+def test_refusals_are_counted_with_their_reason(tmp_path, target):
+    bad = [{"role": "user", "content": "bad"}]
+    long = [{"role": "user", "content": "a" * 300}]
+    good = tiny_messages(1, prompt_words=3)[:1]
+    path = write(tmp_path / "p.jsonl", [bad, long, good, [{"role": "system", "content": "x"}]])
+    with path.open("a") as file:
+        file.write("{not json\n")
+    report = run([path], tmp_path / "out.jsonl", target, max_length=200)
+    reasons = {row["dropped"].split(":")[0] for row in read(tmp_path / "out.jsonl.dropped")}
+    assert {"template", "too long"} <= reasons
+    assert [bad.source.rpartition(":")[2] for bad in report.bad_rows] == ["4", "5"]
+
+
+def test_nothing_usable_is_an_error(tmp_path, target):
+    path = write(tmp_path / "p.jsonl", [[{"role": "system", "content": "x"}]])
+    with pytest.raises(ValueError, match="p.jsonl:1"):
+        run([path], tmp_path / "out.jsonl", target)
+    with pytest.raises(ValueError, match="max_new_tokens is 0"):
+        run([path], tmp_path / "out.jsonl", target, max_new_tokens=0)
+
+
+REQUEST = tuple(range(1000, 1100))
+FRESH = tuple(range(20))
+
+
+@pytest.mark.parametrize(
+    ("ids", "text", "finished", "reason"),
+    [
+        (FRESH, "fine", True, None),
+        (FRESH, "fine", False, "unfinished"),
+        ((), "", True, "empty"),
+        ((5, 5), " \n", True, "empty"),
+        (FRESH[:8] * 2, "again", True, "repeats"),
+        (FRESH[:7] + (99,) + FRESH[:7], "7 tokens twice", True, None),
+        ((7,) * 9, "ooooooooo", False, "repeats"),
+        (REQUEST[10:40], "copied", True, "echo"),
+        (REQUEST[3:6], "short and copied", True, "echo"),
+        (REQUEST[10:40] + FRESH, "half copied", True, None),
+        ((1000, 1002, 1004), "short, of its own order", True, None),
+    ],
+)
+def test_degenerate_answers_by_hand(ids, text, finished, reason):
+    assert degenerate_reason(Answer(ids, text, finished), REQUEST) == reason
