@@ -1,0 +1,90 @@
+"""fp32 and bf16: our error against fp64 stays within the classic path's own error in that dtype.
+
+Catches: gradients added up in bf16, norms or softmax below fp32, a step's weight gradient rounded
+per chunk. The classic path is itself checked against the oracle in fp64 first, so that it may
+serve as the yardstick.
+"""
+
+import pytest
+import torch
+from classic import ClassicShape, classic_losses, loss_rows
+from oracle import oracle
+from ttt_case import EPS, THETA, make_batch, make_case, make_pack, oracle_model, run_step
+
+BLOCKS = [0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 0] * 2
+
+
+def run_classic(case, dtype):
+    """Total loss's gradient of every trainable parameter, fp64 masters."""
+    config = case.model.config
+    shape = ClassicShape(
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        EPS,
+        THETA,
+        config.fc_norm,
+        config.norm_output,
+    )
+    params = {
+        n: p.detach().clone().requires_grad_(p.requires_grad)
+        for n, p in case.model.named_parameters()
+    }
+    last = torch.cat([d.last for d in case.docs]).to(dtype)
+    supervised = case.row_mask.nonzero().flatten()
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    target = (last[supervised + 1] @ case.head.to(dtype).T).to(wide)
+    kept = case.model.draft_to_target
+    losses = classic_losses(
+        params,
+        shape,
+        ids=torch.tensor([x for d in case.docs for x in d.ids]),
+        cu=case.cu_seqlens,
+        aux=torch.cat([d.aux for d in case.docs]),
+        probs=target[:, kept].softmax(-1),
+        in_vocab=case.model.t2d[target.argmax(-1)],
+        rows=loss_rows(case.row_mask, case.cu_seqlens, case.steps),
+        steps=case.steps,
+        dtype=dtype,
+    )
+    total = sum(0.8**i * x / int(case.cu_seqlens[-1]) for i, x in enumerate(losses))
+    total.backward()
+    return {n: p.grad for n, p in params.items() if p.requires_grad}
+
+
+@pytest.mark.parametrize("eagle31", [False, True], ids=["eagle3", "eagle3.1"])
+def test_classic_equals_the_oracle(eagle31):
+    case = make_case([BLOCKS[:14], BLOCKS[:3], BLOCKS[:11]], eagle31=eagle31, seed=8)
+    model = oracle_model(case)
+    oracle(model, case.docs, steps=case.steps).total.backward()
+    for name, grad in run_classic(case, torch.float64).items():
+        want = model.params[name].grad
+        error = float((grad - want).abs().max() / want.abs().max())
+        assert error < 1e-10, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("eagle31", [False, True], ids=["eagle3", "eagle3.1"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_error_within_the_classic_paths_own(dtype, eagle31):
+    """Median over seeds <= 2x the classic's; no seed above 4x its worst + eps * max|grad|."""
+    ours: dict[str, list[float]] = {}
+    theirs: dict[str, list[float]] = {}
+    scale: dict[str, float] = {}
+    for seed in range(8):
+        case = make_case([BLOCKS, BLOCKS[:9]], eagle31=eagle31, seed=seed)
+        exact = run_classic(case, torch.float64)
+        batch = make_batch(case, make_pack(case), chunk_rows=9, dtype=dtype)
+        mine = run_step(case, batch, dtype=dtype)[1]
+        for name, want in run_classic(case, dtype).items():
+            theirs.setdefault(name, []).append(float((want - exact[name]).abs().max()))
+            ours.setdefault(name, []).append(float((mine[name] - exact[name]).abs().max()))
+            scale[name] = max(scale.get(name, 0.0), float(exact[name].abs().max()))
+    for name in ours:
+        mine_median = sorted(ours[name])[4]
+        classic_median = sorted(theirs[name])[4]
+        bound = 2 * classic_median
+        assert mine_median <= bound, (
+            f"{name}: median {mine_median:.2e}, classic {classic_median:.2e}"
+        )
+        worst = 4 * max(theirs[name]) + torch.finfo(dtype).eps * scale[name]
+        assert max(ours[name]) <= worst, f"{name}: worst {max(ours[name]):.2e} > {worst:.2e}"
