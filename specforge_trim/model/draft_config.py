@@ -105,6 +105,7 @@ class DraftConfig:
             intermediate=self.intermediate_size,
             draft_vocab=self.draft_vocab_size,
             aux_width=self.num_aux_layers * self.target_hidden_size,
+            fc_norm=self.fc_norm,
         )
 
     @classmethod
