@@ -24,6 +24,10 @@ class PeerFailed(RuntimeError):
     """Another rank could not do its part and has reported why; this one ends quietly."""
 
 
+class PeerLost(RuntimeError):
+    """Another rank no longer answers."""
+
+
 @dataclass(frozen=True)
 class World:
     """This process among its peers."""
@@ -44,39 +48,45 @@ class World:
     def agree_min(self, values: Tensor) -> Tensor:
         """Elementwise minimum over ranks of an int32 CPU tensor (1 = yes: all agree)."""
         assert values.dtype == torch.int32 and values.device.type == "cpu", values
-        if self.group is not None:
-            dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self.group)
-        return values
+        return self._all_reduce(values, dist.ReduceOp.MIN)
 
     def sum(self, values: Tensor) -> Tensor:
         """Elementwise sum over ranks, in place; any device, one dtype and shape on all ranks."""
+        return self._all_reduce(values, dist.ReduceOp.SUM)
+
+    def _all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         if self.group is not None:
-            dist.all_reduce(values, op=dist.ReduceOp.SUM, group=self.group)
+            try:
+                dist.all_reduce(values, op=op, group=self.group)
+            except RuntimeError as error:
+                reason = str(error).strip().splitlines()[0]
+                raise PeerLost(f"contact with another rank was lost: {reason}") from error
         return values
 
-    def maximum(self, values: Tensor) -> Tensor:
-        """Elementwise maximum over ranks, in place."""
-        if self.group is not None:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
-        return values
+    def together(self, work: Callable[[], T]) -> T:
+        """Runs `work` on every rank; raises where it failed first, PeerFailed on the others.
 
-    def first(self, work: Callable[[], T]) -> T:
-        """Runs `work` on rank 0 first, then on the others, which find its results on disk.
-
-        A failure on rank 0 raises there and PeerFailed elsewhere: no rank is left waiting.
+        A failure anywhere ends every rank, and only the lowest rank that failed says why.
         """
         error: Exception | None = None
-        result: T | None = None
-        if self.is_main:
-            try:
-                result = work()
-            except Exception as caught:  # reported to the peers, then raised again below
-                error = caught
-        # Reached by every rank, failed or not: otherwise the others would wait for rank 0.
-        flag = torch.tensor([0 if error else 1], dtype=torch.int32)
-        if int(self.agree_min(flag)) == 0:
-            raise error if error is not None else PeerFailed("rank 0 could not go on")
-        return result if self.is_main else work()  # type: ignore[return-value]
+        try:
+            result = work()
+        except Exception as caught:  # reported to the peers, then raised again below
+            error = caught
+        # Reached by every rank, failed or not: otherwise the others would wait for this one.
+        mine = self.rank if error is not None else self.size
+        first_failed = int(self.agree_min(torch.tensor([mine], dtype=torch.int32)))
+        if first_failed == self.size:
+            return result
+        if error is not None and first_failed == self.rank:
+            raise error
+        raise PeerFailed(f"rank {first_failed} could not go on")
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Runs `work` on rank 0, then on the others, which find its results on disk."""
+        mine = self.together(lambda: work() if self.is_main else None)
+        others = self.together(lambda: None if self.is_main else work())
+        return mine if self.is_main else others  # type: ignore[return-value]
 
 
 def start(*, device: str = "auto", timeout_minutes: float = 30.0) -> World:

@@ -54,6 +54,7 @@ def save(root, step, model, optimizer, keep=2, **identity):
         world=ALONE,
         identity=identity,
         provenance={"torch": torch.__version__},
+        progress={"skipped_steps": 0},
         keep=keep,
     )
 

@@ -3,8 +3,8 @@
     <root>/step-00000200/     .metadata, *.distcp (weights, AdamW state, RNG), meta.json
     <root>/.writing-...       a save in progress, or what a killed one left; never read
 
-meta.json holds the step, what must agree on resume (`identity`), provenance, and the size of
-every other file: a folder whose sizes differ is not complete.
+meta.json holds the step, what must agree on resume (`identity`), provenance, counters, and the
+size of every other file: a folder whose sizes differ is not complete.
 """
 
 from __future__ import annotations
@@ -62,6 +62,12 @@ def newest(root: str | Path) -> Checkpoint | None:
     """The complete checkpoint with the highest step, or None."""
     complete = list_complete(root)
     return complete[-1] if complete else None
+
+
+def remove_all(root: str | Path) -> None:
+    """Removes every checkpoint under root: what --no-resume asks for."""
+    for folder in Path(root).glob("step-*"):
+        shutil.rmtree(folder)
 
 
 def check_identity(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
@@ -130,10 +136,12 @@ def save(
     world: World,
     identity: Mapping[str, Any],
     provenance: Mapping[str, Any],
+    progress: Mapping[str, Any],
     keep: int,
 ) -> Path:
     """Writes the state after `step` optimizer steps; reached by every rank.
 
+    identity: must agree on resume; provenance: how it was made; progress: counters to continue.
     The folder appears under its name only when every byte is on disk.  Then all but the `keep`
     newest complete checkpoints are removed, and remains of interrupted saves.
     Raises OSError naming the folder; earlier checkpoints stay as they were.
@@ -161,6 +169,7 @@ def save(
             "world_size": world.size,
             "identity": dict(identity),
             "provenance": dict(provenance),
+            "progress": dict(progress),
             "files": {p.name: p.stat().st_size for p in sorted(writing.iterdir())},
         }
         (writing / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -17,11 +17,14 @@ class JsonLines:
     A resumed run first drops the lines past its step, so that a replayed step stands once.
     """
 
-    def __init__(self, path: str | Path, *, resume_step: int) -> None:
+    def __init__(self, path: str | Path, *, resume_step: int, write: bool = True) -> None:
+        """write False: this rank keeps no file and drops every row."""
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._keep_until(resume_step)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file: TextIO | None = None
+        if write:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._keep_until(resume_step)
+            self._file = self.path.open("a", encoding="utf-8")
 
     def _keep_until(self, step: int) -> None:
         """Rewrites the file without later steps and without a line cut off by a kill."""
@@ -40,11 +43,13 @@ class JsonLines:
         os.replace(beside, self.path)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 class Progress:
@@ -56,13 +61,13 @@ class Progress:
         )
 
     def update(self, row: Mapping[str, Any] | None) -> None:
-        """Advances by one step; `row` is the metrics row where the step was logged."""
-        if row is not None:
+        """Advances by one step; `row` is the newest metrics row."""
+        if row is not None and row["loss"] is not None:
             self._bar.set_postfix_str(
-                f"loss {row['loss']:.3f}, acc {row['accuracy/0']:.2f}, "
+                f"loss {row['loss']:.3f}, acc {row['accuracy/0'] or 0.0:.2f}, "
                 f"accept {row['acceptance_length']:.2f}, "
                 f"{row['perf/tokens_per_second']:.0f} tok/s, "
-                f"kept {row['perf/kept_flops_fraction']:.2f}",
+                f"kept work {row['perf/kept_flops_fraction']:.0%}",
                 refresh=False,
             )
         self._bar.update()

@@ -1,0 +1,244 @@
+"""The training loop: fetch, count, step, reduce, clip, update, log, save.
+
+Every denominator is a sum over ranks and accumulated micro-batches, taken from the plans before
+the step, so that any split of the same documents gives the same gradient.  Collectives are
+reached by every rank at every step, whatever its data.
+
+Letters: K ttt_length.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specforge_trim.config import Config
+from specforge_trim.distributed import World, sum_gradients
+from specforge_trim.model.draft import Eagle3Draft
+from specforge_trim.objective.teacher import Teacher
+from specforge_trim.train import checkpoint as checkpoints
+from specforge_trim.train.batch import Batch, BatchLoader, Documents, PlanSettings, Schedule
+from specforge_trim.train.metrics import StepCounts, Throughput, count_step, metrics_row
+from specforge_trim.train.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    learning_rate,
+    set_learning_rate,
+)
+from specforge_trim.train.stages import StepResult, StepSettings, ttt_step
+from specforge_trim.train.trackers import JsonLines, Progress
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainSummary:
+    """What a run ended with: optimizer steps done, those without a loss, the last metrics row."""
+
+    steps: int
+    skipped_steps: int
+    last_row: Mapping[str, Any] | None
+
+
+def plan_settings(config: Config, model: Eagle3Draft) -> PlanSettings:
+    """How batches are planned under this configuration."""
+    return PlanSettings(
+        ttt_length=config.loss.ttt_length,
+        alignment=config.loss.loss_alignment,
+        chain=config.loss.chain,
+        trim_loss_positions=config.trim.trim_loss_positions,
+        trim_backbone_rows=config.trim.trim_backbone_rows,
+        max_density=config.max_density,
+        chunk_rows=config.attention.chunk_rows,
+        dims=model.config.dims,
+    )
+
+
+def step_settings(config: Config) -> StepSettings:
+    """How a training step computes under this configuration."""
+    assert config.attention.attention_backend in ("reference", "sdpa")
+    return StepSettings(
+        backend=config.attention.attention_backend,  # type: ignore[arg-type]
+        decay=config.loss.loss_decay,
+        compute_dtype=getattr(torch, config.train.dtype),
+        context_chunk=config.attention.context_chunk_tokens,
+    )
+
+
+def train(
+    config: Config,
+    *,
+    model: Eagle3Draft,
+    teacher: Teacher,
+    documents: Documents,
+    lengths: Sequence[int],
+    world: World,
+    identity: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+) -> TrainSummary:
+    """Trains `model` in place; resumes from config.output_dir where a checkpoint lies there.
+
+    Args:
+        model: on world.device, the same initial weights on every rank.
+        teacher: the target's head on world.device, in the computation's dtype.
+        documents, lengths: tokens and features of each training document, and its tokens.
+        identity: settings that a resumed run must share; provenance: kept beside each checkpoint.
+    Raises ValueError for a checkpoint of another run and for a loss that is not finite.
+    """
+    options = config.train
+    schedule = Schedule(
+        lengths=tuple(lengths),
+        tokens_per_batch=config.data.tokens_per_batch,
+        seed=options.seed,
+        epochs=options.epochs,
+        world_size=world.size,
+        accumulate=options.accumulate,
+        max_steps=options.max_steps,
+    )
+    loader = BatchLoader(
+        documents,
+        schedule,
+        plan_settings(config, model),
+        rank=world.rank,
+        num_workers=config.data.num_workers,
+    )
+    optimizer = build_optimizer(model, weight_decay=options.weight_decay)
+    keep = _Keeper(config, model, optimizer, world, identity, provenance)
+    done = keep.resume()
+    total = schedule.total_steps
+    if done >= total:
+        logger.info("nothing left to train: %d of %d steps are done", done, total)
+        return TrainSummary(done, keep.skipped, None)
+
+    settings = step_settings(config)
+    log = JsonLines(config.output_dir / "metrics.jsonl", resume_step=done, write=world.is_main)
+    bar = Progress(total=total, done=done, show=world.is_main)
+    clock = Throughput(world)
+    row: dict[str, Any] | None = None
+    for step, batches in enumerate(loader.steps(done), start=done + 1):
+        counts = count_step(batches, ttt_length=config.loss.ttt_length, world=world)
+        clock.add(counts)
+        rate = _rate(config, step - 1, total)
+        results, norm = [], None
+        if counts.has_loss:
+            denominators = _denominators(counts, config.loss.loss_denominator)
+            for batch in batches:
+                results.append(
+                    ttt_step(
+                        model,
+                        batch,
+                        teacher=teacher,
+                        denominators=denominators,
+                        settings=settings,
+                    )
+                )
+            sum_gradients(model.parameters(), world)
+            norm = clip_gradients(model, options.max_grad_norm)
+            _refuse_non_finite(norm, step, batches)
+            set_learning_rate(optimizer, rate)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        else:
+            keep.skipped += 1  # no rank has a supervised row: no weight may move, decay neither
+        if step % options.log_every == 0 or step == total:
+            sums = _sum_results(results, config.loss.ttt_length, world)
+            row = {"step": step, "epoch": schedule.epoch_of(step - 1), "lr": rate}
+            row |= metrics_row(sums, counts, decay=config.loss.loss_decay)
+            row |= {"grad_norm": None if norm is None else float(norm)}
+            row |= {"skipped_steps": keep.skipped, **clock.read()}
+            log.write(row)
+        bar.update(row)
+        if step == total or (options.save_every and step % options.save_every == 0):
+            keep.save(step)
+    bar.close()
+    log.close()
+    return TrainSummary(total, keep.skipped, row)
+
+
+def _rate(config: Config, step: int, total: int) -> float:
+    return learning_rate(
+        step,
+        total_steps=total,
+        peak=config.train.learning_rate,
+        warmup_ratio=config.train.warmup_ratio,
+        min_ratio=config.train.min_lr_ratio,
+    )
+
+
+def _denominators(counts: StepCounts, kind: str) -> Tensor:
+    """[K], what each step's loss is divided by: all rows, or that step's loss rows."""
+    if kind == "supervised":
+        return counts.loss_rows
+    return torch.full_like(counts.loss_rows, counts.rows)
+
+
+def _sum_results(results: Sequence[StepResult], ttt_length: int, world: World) -> Tensor:
+    """Metric sums [5, K] over micro-batches and ranks: fields of StepResult, in its order."""
+    sums = torch.zeros(5, ttt_length, dtype=torch.float64, device=world.device)
+    for r in results:
+        fields = (r.loss, r.correct, r.accept, r.accept_in_vocab, r.in_vocab)
+        sums += torch.stack(fields).double()
+    return world.sum(sums).cpu()
+
+
+def _refuse_non_finite(norm: Tensor, step: int, batches: Sequence[Batch]) -> None:
+    """Every rank holds the same norm, so every rank stops here or none does."""
+    if not bool(torch.isfinite(norm)):
+        names = ", ".join(d[:12] for batch in batches for d in batch.doc_ids)
+        raise ValueError(
+            f"the gradient of step {step} is not finite: lower --learning-rate, or look for a bad "
+            f"value in the features of this rank's documents {names}; weights are unchanged"
+        )
+
+
+class _Keeper:
+    """Saves and restores this run's state in output_dir/checkpoints."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: Eagle3Draft,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        identity: Mapping[str, Any],
+        provenance: Mapping[str, Any],
+    ) -> None:
+        self._root = config.output_dir / "checkpoints"
+        self._config, self._model, self._optimizer = config, model, optimizer
+        self._world, self._identity, self._provenance = world, identity, provenance
+        self.skipped = 0
+
+    def resume(self) -> int:
+        """Optimizer steps done before: 0, or those of the newest complete checkpoint."""
+        found = checkpoints.newest(self._root)
+        if found is None:
+            return 0
+        if not self._config.train.resume:
+            self._world.barrier()  # every rank has looked before anything is removed
+            if self._world.is_main:
+                checkpoints.remove_all(self._root)
+            self._world.barrier()
+            return 0
+        checkpoints.check_identity(found, self._identity)
+        checkpoints.restore(found, model=self._model, optimizer=self._optimizer, world=self._world)
+        self.skipped = found.meta["progress"]["skipped_steps"]
+        logger.info("resuming after step %d from %s", found.step, found.path)
+        return found.step
+
+    def save(self, step: int) -> None:
+        checkpoints.save(
+            self._root,
+            step=step,
+            model=self._model,
+            optimizer=self._optimizer,
+            world=self._world,
+            identity=self._identity,
+            provenance=self._provenance,
+            progress={"skipped_steps": self.skipped},
+            keep=self._config.train.keep_checkpoints,
+        )

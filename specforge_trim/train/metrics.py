@@ -1,0 +1,135 @@
+"""From counts and sums to a row of metrics.jsonl.  Every ratio is divided once, at the end.
+
+Letters: K ttt_length.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specforge_trim.distributed import World
+from specforge_trim.train.batch import Batch
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """What one optimizer step covers, summed over ranks and micro-batches.
+
+    rows          rows of the streams, supervised or not
+    loss_rows     float64 [K], rows whose loss counts
+    backbone_rows, head_rows  row-steps that run the draft layer, and its head
+    kept_flops, full_flops    of the packs, and of the full backbone with a trimmed loss end
+    """
+
+    rows: float
+    loss_rows: Tensor
+    backbone_rows: float
+    head_rows: float
+    kept_flops: float
+    full_flops: float
+
+    @property
+    def has_loss(self) -> bool:
+        return bool((self.loss_rows > 0).any())
+
+
+def count_step(batches: Sequence[Batch], *, ttt_length: int, world: World) -> StepCounts:
+    """Counts from the plans; one all_reduce of a CPU tensor, reached by every rank."""
+    values = torch.zeros(5 + ttt_length, dtype=torch.float64)
+    for batch in batches:
+        steps = batch.pack.steps
+        kept = (0, 0) if batch.cost is None else (batch.cost.kept, batch.cost.full)
+        own = (
+            batch.num_rows,
+            sum(step.num_rows for step in steps),
+            sum(step.num_loss_rows for step in steps),
+            *kept,
+            *batch.num_loss_rows,
+        )
+        values += torch.tensor(own, dtype=torch.float64)
+    world.sum(values)
+    rows, backbone, head, kept_flops, full_flops = values[:5].tolist()
+    return StepCounts(rows, values[5:], backbone, head, kept_flops, full_flops)
+
+
+def metrics_row(sums: Tensor, counts: StepCounts, *, decay: float) -> dict[str, Any]:
+    """Metrics of one optimizer step.
+
+    sums: [5, K] loss, correct, accept, accept_in_vocab, in_vocab over all loss rows.
+
+        loss/i          per loss row of TTT step i, nats;  loss = sum_i decay^i loss/i
+        accuracy/i      the draft's first choice is the target's
+        acceptance/i    mean over loss rows of sum_v min(target, draft probability)
+        acceptance_length  1 + sum_i prod_{j<=i} acceptance/j, simulated
+    A step without loss rows has null for what cannot be divided.
+    """
+    loss, correct, accept, accept_in_vocab, in_vocab = sums.tolist()
+    rows = counts.loss_rows.tolist()
+    steps = range(len(rows))
+    row: dict[str, Any] = {"loss": None, "acceptance_length": None}
+    if counts.has_loss:
+        row["loss"] = sum(decay**i * loss[i] / rows[i] for i in steps if rows[i])
+        reach, length = 1.0, 1.0
+        for i in steps:
+            reach *= accept[i] / rows[i] if rows[i] else 0.0
+            length += reach
+        row["acceptance_length"] = length
+    for name, top, bottom in (
+        ("loss", loss, rows),
+        ("accuracy", correct, rows),
+        ("acceptance", accept, rows),
+        ("acceptance_in_vocab", accept_in_vocab, in_vocab),
+    ):
+        row |= {f"{name}/{i}": _ratio(top[i], bottom[i]) for i in steps}
+    slots = counts.rows * len(rows)
+    row["rows"] = int(counts.rows)
+    row["loss_rows"] = int(sum(rows))
+    row["perf/backbone_row_fraction"] = _ratio(counts.backbone_rows, slots)
+    row["perf/lm_head_token_fraction"] = _ratio(counts.head_rows, slots)
+    row["perf/kept_flops_fraction"] = _ratio(counts.kept_flops, counts.full_flops)
+    return row
+
+
+def _ratio(top: float, bottom: float) -> float | None:
+    return top / bottom if bottom else None
+
+
+class Throughput:
+    """Tokens per second over all ranks since the last reading, and peak memory."""
+
+    def __init__(self, world: World) -> None:
+        self._device = world.device
+        self._start = self._since = time.perf_counter()
+        self._rows = 0.0
+        self._steps = 0
+
+    def add(self, counts: StepCounts) -> None:
+        self._rows += counts.rows
+        self._steps += 1
+
+    def read(self) -> dict[str, float]:
+        """Values since the last call; `time/seconds` counts from the start of this process."""
+        now = time.perf_counter()
+        passed = now - self._since
+        values = {
+            "perf/tokens_per_second": self._rows / passed,
+            "perf/peak_memory_mb": peak_memory_mb(self._device),
+            "time/step_seconds": passed / self._steps,
+            "time/seconds": now - self._start,
+        }
+        self._since, self._rows, self._steps = now, 0.0, 0
+        return values
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """This rank's peak: of the device's allocator, or of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
