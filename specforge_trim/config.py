@@ -19,6 +19,7 @@ from specforge_trim.options import ConfigError, Parser, option, section
 __all__ = ["Config", "ConfigError", "load_config", "config_parser", "resolve_config"]
 
 DTYPES = ("float32", "bfloat16")
+_PATHS = ("draft_config", "train_data", "cache_dir", "output_dir", "eval_data")
 
 
 @dataclass(frozen=True)
@@ -310,11 +311,23 @@ def config_parser(
 def resolve_config(arguments: Any, *, default_file: Path | None = None) -> Config:
     """The Config of parsed arguments: defaults, then the file, then the flags given.
 
-    default_file is read when --config is absent.  Raises ConfigError.
+    Paths in a file are relative to the working directory.  default_file, read when --config is
+    absent, is a recipe of the source tree (root/examples/...): its paths are relative to root.
+    Raises ConfigError.
     """
     path = arguments.config or default_file
     values = options.read_yaml(path, Config) if path is not None else {}
+    if arguments.config is None and default_file is not None:
+        root = Path(default_file).resolve().parents[1]
+        if root != Path.cwd():
+            values |= {key: _below(root, values[key]) for key in _PATHS if values.get(key)}
     return options.build(Config, values | options.given_flags(arguments, Config))
+
+
+def _below(root: Path, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_below(root, entry) for entry in value)
+    return str(root / Path(value).expanduser())
 
 
 def load_config(

@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "options": set(),
     "summary": set(),
     "config": {"options"},
+    "provenance": {"options", "config"},
     "distributed": {"options", "config"},
     "plan": BASE,
     "attention": SIDE,
@@ -36,7 +37,7 @@ MAY_IMPORT = {
     "decode": SIDE | {"decode_report", "attention", "model", "data", "target", "export"},
 }
 # Entry points: they may import everything, and nothing imports them.
-ENTRY_POINTS = {"cli", "quickstart", "__main__"}
+ENTRY_POINTS = {"cli", "quickstart", "pipeline", "results", "__main__"}
 OPTIONAL = {"flash_attn", "yunchang", "triton", "wandb", "tensorboard", "gguf", "accelerate"}
 
 

@@ -1,0 +1,336 @@
+"""The commands `specforge-trim {prepare,regenerate,capture,inspect,export,evaluate}`, and training.
+
+Parses, calls the phases of pipeline.py and results.py, prints.  What a user can correct ends as
+one message on stderr and exit code 2; a traceback is a fault of this program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tqdm import tqdm
+
+from specforge_trim.config import Config, ConfigError, check_world, config_parser, resolve_config
+from specforge_trim.options import HelpFormatter, Parser, nearest
+
+RECIPE = Path(__file__).resolve().parents[1] / "examples" / "quickstart.yaml"
+
+Command = Callable[[Sequence[str]], None]
+
+
+# ---------------------------------------------------------------------- errors and output
+
+
+def guarded(command: Command, argv: Sequence[str]) -> int:
+    """Runs a command; returns its exit code.  0 done, 2 something to correct, 130 interrupted."""
+    from specforge_trim.distributed import PeerFailed
+
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        command(argv)
+    except PeerFailed:
+        return 2  # the rank that failed has said why
+    except ConfigError as error:
+        if rank == 0:  # settings are wrong on every rank alike
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (ValueError, OSError) as error:
+        where = f" (rank {rank})" if rank else ""
+        print(f"error{where}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        if rank == 0:
+            print("interrupted; the same command continues", file=sys.stderr)
+        return 130
+    return 0
+
+
+class _BarHandler(logging.Handler):
+    """Log lines on stderr that do not tear a progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
+def _set_up_output() -> None:
+    """Our own INFO lines from rank 0, warnings from every rank; other libraries stay quiet."""
+    logger = logging.getLogger("specforge_trim")
+    logger.handlers = [_BarHandler()]
+    logger.propagate = False
+    logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+
+
+# ---------------------------------------------------------------------- training
+
+
+def train_command(argv: Sequence[str]) -> None:
+    """torchrun train_eagle3.py: all phases up to the trained draft, then its export."""
+    parser = config_parser(
+        "train_eagle3.py",
+        "Trains an EAGLE-3 draft. Data, features and checkpoints that are there are reused, so\n"
+        "the same command continues an interrupted run.\n\n"
+        "example:\n"
+        "  torchrun --nproc_per_node 2 train_eagle3.py --config examples/quickstart.yaml \\\n"
+        "      --trim-loss-positions --trim-backbone-rows",
+    )
+    arguments = parser.parse_args(argv)
+    config = resolve_config(arguments, default_file=RECIPE)
+    check_world(config, int(os.environ.get("WORLD_SIZE", 1)))
+
+    from specforge_trim import distributed
+    from specforge_trim.pipeline import train_draft
+
+    _set_up_output()
+    logger = logging.getLogger("specforge_trim")
+    if arguments.config is None:
+        logger.info("no --config: training the quickstart recipe, %s", RECIPE)
+    world = distributed.start(device=config.train.device)
+    summary = train_draft(config, world)
+    logger.info("trained %d steps; state in %s", summary.steps, config.output_dir)
+    if summary.skipped_steps:
+        logger.warning("%d steps had no supervised row and moved no weight", summary.skipped_steps)
+    distributed.stop(world)
+
+
+# ---------------------------------------------------------------------- commands
+
+
+def _parser(name: str, description: str, example: str, sections: Sequence[str]) -> Parser:
+    text = f"{description}\n\nexample:\n  {example}"
+    usage = f"specforge-trim {name} [...] [--config FILE] [--SETTING VALUE ...]"
+    return config_parser(f"specforge-trim {name}", text, sections=sections, usage=usage)
+
+
+def _add_files(parser: Parser) -> None:
+    parser.add_argument(
+        "files", nargs="*", metavar="DATA", help="JSONL files; default: train_data of the config"
+    )
+
+
+def _resolve(
+    parser: Parser, argv: Sequence[str], default_file: Path | None = None
+) -> tuple[argparse.Namespace, Config]:
+    arguments = parser.parse_args(argv)
+    config = resolve_config(arguments, default_file=default_file)
+    _set_up_output()
+    return arguments, config
+
+
+def prepare_command(argv: Sequence[str]) -> None:
+    """Tokenises conversations and their loss masks into the cache."""
+    parser = _parser(
+        "prepare",
+        "Tokenises conversations through the target's chat template and marks what the assistant\n"
+        "wrote. Unusable rows are listed with file, line and reason.",
+        "specforge-trim prepare chats.jsonl --target meta-llama/Llama-3.1-8B-Instruct",
+        ("model", "data"),
+    )
+    _add_files(parser)
+    arguments, config = _resolve(parser, argv)
+    from specforge_trim import distributed, pipeline
+
+    world = distributed.start(device="cpu")
+    target = pipeline.open_target(config, world)
+    data = pipeline.prepare_data(config, target, world, paths=arguments.files or None)
+    print(f"{data.summary()}\n{data.folder}")
+    distributed.stop(world)
+
+
+def regenerate_command(argv: Sequence[str]) -> None:
+    """Has the target write the answers of conversations itself."""
+    parser = _parser(
+        "regenerate",
+        "Replaces the assistant's answers by the target's own, greedily, so that the draft\n"
+        "learns the voice it will predict. Degenerate answers are dropped and counted. Resumable.",
+        "specforge-trim regenerate chats.jsonl --out answered.jsonl --max-new-tokens 256",
+        ("model", "data"),
+    )
+    _add_files(parser)
+    parser.add_argument("--out", required=True, metavar="FILE", help="JSONL file to write")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=256, metavar="INT",
+        help="longest answer in tokens; longer ones are dropped (default: 256)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batch-size", type=int, default=16, metavar="INT",
+        help="conversations answered at once (default: 16)",
+    )  # fmt: skip
+    arguments, config = _resolve(parser, argv)
+    import torch
+
+    from specforge_trim import distributed, pipeline
+    from specforge_trim.target.regenerate import regenerate
+
+    world = distributed.start()
+    target = pipeline.open_target(config, world)
+    report = regenerate(
+        list(arguments.files or config.data.train_data),
+        arguments.out,
+        target.path,
+        max_new_tokens=arguments.max_new_tokens,
+        batch_size=arguments.batch_size,
+        max_length=config.data.max_length,
+        dtype=getattr(torch, config.model.target_dtype),
+        device=str(world.device),
+    )
+    print(f"{report.written} conversations written to {arguments.out}")
+    for reason, count in report.dropped.most_common():
+        print(f"  dropped {count} x {reason}")
+    for row in report.bad_rows:
+        print(f"  not used {row}")
+    distributed.stop(world)
+
+
+def capture_command(argv: Sequence[str]) -> None:
+    """Computes and stores the target's hidden states."""
+    parser = _parser(
+        "capture",
+        "Runs the target over the prepared conversations and stores the hidden states the draft\n"
+        "trains on. Runs on several ranks under torchrun; an interrupted capture continues.",
+        "specforge-trim capture --config examples/quickstart.yaml",
+        ("model", "data"),
+    )
+    _add_files(parser)
+    arguments, config = _resolve(parser, argv)
+    from specforge_trim import distributed, pipeline
+
+    world = distributed.start(device=config.train.device)
+    target = pipeline.open_target(config, world)
+    data = pipeline.prepare_data(config, target, world, paths=arguments.files or None)
+    store = pipeline.make_features(config, target, data, world)
+    if world.is_main:
+        print(f"features of {len(store)} conversations, {store.num_tokens} tokens\n{store.folder}")
+    distributed.stop(world)
+
+
+def inspect_command(argv: Sequence[str]) -> None:
+    """Shows what would be trained, before any training."""
+    parser = _parser(
+        "inspect",
+        "Shows a conversation's tokens coloured by loss mask, the share of rows kept per length,\n"
+        "and the predicted share of work. Trains nothing. Without --config: the quickstart's\n"
+        "target. Unusable rows never stop it; they are counted by reason.",
+        "specforge-trim inspect examples/data/long_prompt.train.jsonl --index 3",
+        ("model", "data", "loss", "trim", "attention"),
+    )
+    _add_files(parser)
+    parser.add_argument(
+        "--index", type=int, default=0, metavar="INT",
+        help="which conversation to show, counted from 0 (default: 0)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--color", action=argparse.BooleanOptionalAction, default=sys.stdout.isatty(),
+        help="colour by escape codes (default: on a terminal)",
+    )  # fmt: skip
+    arguments, config = _resolve(parser, argv, RECIPE if RECIPE.is_file() else None)
+    config = replace(config, data=replace(config.data, max_bad_fraction=1.0))
+    from specforge_trim import distributed, pipeline
+    from specforge_trim.data.inspect import inspect_terminal
+
+    world = distributed.start(device="cpu")
+    target = pipeline.open_target(config, world)
+    data = pipeline.prepare_data(config, target, world, paths=arguments.files or None)
+    if not 0 <= arguments.index < len(data):
+        raise ConfigError(f"--index {arguments.index}: expected 0 to {len(data) - 1}")
+    print(
+        inspect_terminal(
+            data,
+            target.tokenizer(),
+            ttt_length=config.loss.ttt_length,
+            alignment=config.loss.loss_alignment,
+            chain=config.loss.chain,
+            dims=target.draft.dims,
+            max_density=config.max_density,
+            index=arguments.index,
+            color=arguments.color,
+        )
+    )
+
+
+def export_command(argv: Sequence[str]) -> None:
+    """Writes the newest checkpoint as a serving folder."""
+    parser = _parser(
+        "export",
+        "Writes the newest checkpoint of a run as safetensors and config.json that SGLang and\n"
+        "vLLM load, and checks that it reads back to equal logits.",
+        "specforge-trim export --config examples/quickstart.yaml --out drafts/smollm2",
+        ("model", "data", "train"),
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="folder to write (default: output_dir/export)"
+    )
+    arguments, config = _resolve(parser, argv)
+    from specforge_trim import distributed, pipeline, results
+
+    target = pipeline.open_target(config, distributed.start(device="cpu"))
+    out = None if arguments.out is None else Path(arguments.out)
+    print(results.export_trained(config, target, out))
+
+
+def evaluate_command(argv: Sequence[str]) -> None:
+    """Measures the acceptance length by real speculative decoding."""
+    parser = _parser(
+        "evaluate",
+        "Decodes held-out prompts with draft and target (greedy, fp32): acceptance length per\n"
+        "prompt set beside the untrained draft's, and whether the output is the target's own.",
+        "specforge-trim evaluate --config examples/quickstart.yaml",
+        ("model", "data", "train", "evaluate"),
+    )
+    parser.add_argument(
+        "--draft", metavar="DIR", help="exported draft to measure (default: output_dir/export)"
+    )
+    arguments, config = _resolve(parser, argv)
+    from specforge_trim import distributed, pipeline, results
+
+    world = distributed.start(device=config.train.device)
+    target = pipeline.open_target(config, world)
+    draft = None if arguments.draft is None else Path(arguments.draft)
+    print(results.evaluate_drafts(config, target, world, draft_dir=draft).format())
+
+
+COMMANDS: dict[str, Command] = {
+    "prepare": prepare_command,
+    "regenerate": regenerate_command,
+    "capture": capture_command,
+    "inspect": inspect_command,
+    "export": export_command,
+    "evaluate": evaluate_command,
+}
+
+
+def _dispatch(argv: Sequence[str]) -> None:
+    if argv and argv[0] in COMMANDS:
+        COMMANDS[argv[0]](argv[1:])
+        return
+    if argv and not argv[0].startswith("-"):
+        raise ConfigError(f"unknown command {argv[0]}; {nearest(argv[0], COMMANDS)}")
+    listing = "\n".join(f"  {name:<12}{run.__doc__}" for name, run in COMMANDS.items())
+    parser = Parser(
+        prog="specforge-trim",
+        usage="specforge-trim COMMAND [...]",
+        formatter_class=HelpFormatter,
+        description=f"Trains EAGLE-3 drafts on the rows that reach a loss.\n\ncommands:\n{listing}"
+        "\n\nEach command explains itself:\n  specforge-trim inspect --help\n"
+        "Training: torchrun --nproc_per_node N train_eagle3.py --help",
+    )
+    parser.parse_args(argv or ["--help"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `specforge-trim`."""
+    return guarded(_dispatch, sys.argv[1:] if argv is None else argv)
+
+
+def train_main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of train_eagle3.py."""
+    return guarded(train_command, sys.argv[1:] if argv is None else argv)

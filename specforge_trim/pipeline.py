@@ -1,0 +1,276 @@
+"""From a configuration to a trained draft: the phases, each of which reuses its result.
+
+    open_target   the target's files, its configuration, the draft's sizes
+    prepare_data  conversations -> tokenised documents
+    make_features target hidden states of the documents, in a store
+    build_draft   the untrained draft with its vocabulary, and the teacher
+    train_draft   all of these, then the training loop
+
+The commands, the training script and the quickstart are sequences of these calls; what comes
+after training is in results.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specforge_trim.config import Config, ConfigError
+from specforge_trim.data.dataset import PreparedData, prepare
+from specforge_trim.data.store import FeatureStore, StoredDocument
+from specforge_trim.data.tokenize import Document
+from specforge_trim.distributed import World
+from specforge_trim.model.draft import Eagle3Draft
+from specforge_trim.model.draft_config import DraftConfig
+from specforge_trim.model.vocab import build_draft_vocab, check_vocab_sizes
+from specforge_trim.objective.teacher import Teacher
+from specforge_trim.provenance import provenance
+from specforge_trim.target.aux_layers import resolve_aux_layers
+from specforge_trim.target.embedded import resolve_target
+from specforge_trim.target.features import capture, is_captured, store_spec
+from specforge_trim.target.hf import HFTarget, load_embedding_and_head, target_fingerprint
+from specforge_trim.train.loop import TrainSummary, train
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target that is on disk, not loaded, and the draft that fits it.
+
+    path: what transformers loads; text_config: of its language part; draft: sizes in force.
+    """
+
+    path: str | Path
+    text_config: Any
+    draft: DraftConfig
+
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.path)
+
+
+@dataclass(frozen=True)
+class TrainingDocuments:
+    """Tokens and features of the training documents, as the batch loader reads them."""
+
+    data: PreparedData
+    store: FeatureStore
+
+    def tokens(self, number: int) -> Document:
+        return self.data[number]
+
+    def features(self, number: int) -> StoredDocument:
+        return self.store.document(number)
+
+
+# ---------------------------------------------------------------------- target and data
+
+
+def open_target(config: Config, world: World) -> Target:
+    """Finds (fetches, converts) the target and settles the draft's sizes.
+
+    Raises ValueError for a target that cannot be found, sizes that do not fit it, and aux layers
+    it does not have.
+    """
+    from transformers import AutoConfig
+
+    path = world.first(lambda: resolve_target(config.model.target, cache_dir=config.cache_dir))
+
+    def settle() -> Target:
+        text = AutoConfig.from_pretrained(path).get_text_config()
+        return Target(path, text, draft_config(config, text))
+
+    return world.together(settle)
+
+
+def draft_config(config: Config, text_config: Any) -> DraftConfig:
+    """The draft's sizes: its JSON file or the target's shape, with the settings that override.
+
+    Raises ValueError naming the setting that does not fit the target.
+    """
+    settings = config.model
+    size = settings.draft_vocab_size
+    if size is not None:
+        check_vocab_sizes(vocab_size=text_config.vocab_size, draft_vocab_size=size)
+    if settings.draft_config is None:
+        draft = _shaped_like(text_config, size or text_config.vocab_size)
+    else:
+        draft = DraftConfig.from_json(settings.draft_config)
+        for key, found, wanted in (
+            ("vocab_size", draft.vocab_size, text_config.vocab_size),
+            ("target_hidden_size", draft.target_hidden_size, text_config.hidden_size),
+        ):
+            if found != wanted:
+                raise ConfigError(
+                    f"draft_config {settings.draft_config}: {key} = {found}, but target "
+                    f"{settings.target} has {wanted}"
+                )
+        if size is not None:
+            draft = dataclasses.replace(draft, draft_vocab_size=size)
+    chosen = settings.aux_layers
+    if chosen is not None and draft.aux_layers not in (None, chosen):
+        raise ConfigError(
+            f"aux_layers = {list(chosen)} contradicts draft_config {settings.draft_config}, "
+            f"which has {list(draft.aux_layers or ())}"
+        )
+    layers = chosen or draft.aux_layers
+    used = resolve_aux_layers(text_config.num_hidden_layers, layers)
+    if layers is not None:
+        return dataclasses.replace(draft, aux_layers=used, num_aux_layers=len(used))
+    if draft.num_aux_layers != len(used):
+        raise ConfigError(
+            f"draft_config {settings.draft_config}: num_aux_layers = {draft.num_aux_layers}, but "
+            f"aux_layers is not set and the default is {list(used)}"
+        )
+    return draft
+
+
+def _shaped_like(text: Any, draft_vocab_size: int) -> DraftConfig:
+    """One decoder layer with the target's own shape."""
+    heads = text.num_attention_heads
+    return DraftConfig(
+        hidden_size=text.hidden_size,
+        intermediate_size=text.intermediate_size,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        vocab_size=text.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        target_hidden_size=text.hidden_size,
+        max_position_embeddings=text.max_position_embeddings,
+        rms_norm_eps=text.rms_norm_eps,
+        rope_parameters=dict(text.rope_parameters),
+        bos_token_id=text.bos_token_id,
+        eos_token_id=text.eos_token_id,
+        pad_token_id=text.pad_token_id,
+    )
+
+
+def prepare_data(
+    config: Config, target: Target, world: World, *, paths: Sequence[str] | None = None
+) -> PreparedData:
+    """Tokenised documents of `paths` (default: train_data), made once and read from then on."""
+    files = list(config.data.train_data if paths is None else paths)
+    if not files:
+        raise ConfigError(
+            "train_data names no file: pass --train-data FILE or set data.train_data"
+        )
+    tokenizer = target.tokenizer()
+    return world.first(
+        lambda: prepare(
+            files,
+            tokenizer,
+            cache_dir=config.cache_dir,
+            max_length=config.data.max_length,
+            max_bad_fraction=config.data.max_bad_fraction,
+            progress=world.is_main,
+        )
+    )
+
+
+def make_features(
+    config: Config, target: Target, data: PreparedData, world: World
+) -> FeatureStore:
+    """The feature store of `data`: opened where it is complete, else (or further) captured.
+
+    Every rank captures its share of the missing shards.
+    """
+    dtype = getattr(torch, config.data.feature_dtype)
+    spec = store_spec(target.path, aux_layers=target.draft.aux_layers, dtype=dtype)
+    layers = "-".join(map(str, spec.aux_layers))
+    name = f"{data.fingerprint[:16]}-{spec.target_fingerprint[:12]}-{layers}-{spec.dtype}"
+    folder = config.cache_dir / "features" / name
+    # Every rank looks before any writes, so all of them decide alike.
+    if not world.together(lambda: is_captured(data, spec, folder)):
+        world.together(lambda: _capture(config, target, data, folder, world))
+    doc_ids = [document.doc_id for document in data]
+    return FeatureStore.open(folder, expect=spec, doc_ids=doc_ids)
+
+
+def _capture(
+    config: Config, target: Target, data: PreparedData, folder: Path, world: World
+) -> None:
+    model = HFTarget.load(
+        target.path,
+        dtype=getattr(torch, config.model.target_dtype),
+        device=world.device,
+        aux_layers=target.draft.aux_layers,
+    )
+    capture(
+        data,
+        model,
+        folder,
+        rank=world.rank,
+        world_size=world.size,
+        dtype=getattr(torch, config.data.feature_dtype),
+        progress=world.is_main,
+    )
+
+
+# ---------------------------------------------------------------------- draft
+
+
+def build_draft(
+    config: Config, target: Target, data: PreparedData, *, device: torch.device
+) -> tuple[Eagle3Draft, Teacher]:
+    """The untrained draft (fp32 weights, the same on every rank) and the teacher, on `device`."""
+    d2t, t2d = build_draft_vocab(
+        data, vocab_size=target.draft.vocab_size, draft_vocab_size=target.draft.draft_vocab_size
+    )
+    head = load_embedding_and_head(target.path)
+    torch.manual_seed(config.train.seed)
+    model = Eagle3Draft(target.draft)
+    model.load_target(head)
+    model.set_vocab(d2t, t2d)
+    if config.model.init_head_from_target:
+        model.init_head_from_target(head)
+    model.to(device)
+    teacher = Teacher(
+        head=head.head.to(device, getattr(torch, config.train.dtype)),
+        draft_to_target=model.draft_to_target,
+        t2d=model.t2d,
+        logit_post=head.logit_post,
+    )
+    return model, teacher
+
+
+def train_draft(config: Config, world: World) -> TrainSummary:
+    """All phases up to the trained draft; its state lies in output_dir/checkpoints."""
+    target = open_target(config, world)
+    data = prepare_data(config, target, world)
+    store = make_features(config, target, data, world)
+    model, teacher = world.together(lambda: build_draft(config, target, data, device=world.device))
+    return train(
+        config,
+        model=model,
+        teacher=teacher,
+        documents=TrainingDocuments(data, store),
+        lengths=[int(length) for length in data.lengths],
+        world=world,
+        identity=run_identity(config, target, data, model, world),
+        provenance=provenance(config),
+    )
+
+
+def run_identity(
+    config: Config, target: Target, data: PreparedData, model: Eagle3Draft, world: World
+) -> dict[str, Any]:
+    """What a resumed run must share with its checkpoint: meaning of weights, order of data."""
+    kept = hashlib.sha256(model.d2t.cpu().numpy().tobytes()).hexdigest()[:16]
+    return {
+        "target": target_fingerprint(target.path),
+        **{f"draft.{key}": value for key, value in dataclasses.asdict(target.draft).items()},
+        "draft_vocab_tokens": kept,
+        "data": data.fingerprint,
+        "feature_dtype": config.data.feature_dtype,
+        "tokens_per_batch": config.data.tokens_per_batch,
+        "ranks x accumulate": world.size * config.train.accumulate,
+        "seed": config.train.seed,
+        **dataclasses.asdict(config.loss),
+    }

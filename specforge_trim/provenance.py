@@ -1,0 +1,47 @@
+"""How a result came about: commit, versions, command line, resolved configuration."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from specforge_trim.config import Config
+
+
+def provenance(config: Config) -> dict[str, Any]:
+    """What is kept beside checkpoints and exports; JSON values."""
+    packages = {}
+    for name in ("specforge_trim", "torch", "transformers", "safetensors"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = "not installed"
+    return {
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "packages": packages,
+        "arguments": sys.argv[1:],
+        "config": config.to_dict(),
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the source tree this package runs from; None outside of one."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
