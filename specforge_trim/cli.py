@@ -1,4 +1,4 @@
-"""The commands `specforge-trim {prepare,regenerate,capture,inspect,export,evaluate}`, and training.
+"""Commands `specforge-trim {prepare,regenerate,capture,inspect,export,evaluate}`, and training.
 
 Parses, calls the phases of pipeline.py and results.py, prints.  What a user can correct ends as
 one message on stderr and exit code 2; a traceback is a fault of this program.
