@@ -10,7 +10,8 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,19 +30,20 @@ Command = Callable[[Sequence[str]], None]
 
 def guarded(command: Command, argv: Sequence[str]) -> int:
     """Runs a command; returns its exit code.  0 done, 2 something to correct, 130 interrupted."""
-    from specforge_trim.distributed import PeerFailed
+    from specforge_trim.distributed import PeerFailed, PeerLost
 
     rank = int(os.environ.get("RANK", 0))
+    where = f" (rank {rank})" if rank else ""
     try:
-        command(argv)
+        with _log_lines(main=rank == 0):
+            command(argv)
     except PeerFailed:
         return 2  # the rank that failed has said why
     except ConfigError as error:
         if rank == 0:  # settings are wrong on every rank alike
             print(f"error: {error}", file=sys.stderr)
         return 2
-    except (ValueError, OSError) as error:
-        where = f" (rank {rank})" if rank else ""
+    except (ValueError, OSError, PeerLost) as error:
         print(f"error{where}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -58,12 +60,25 @@ class _BarHandler(logging.Handler):
         tqdm.write(self.format(record), file=sys.stderr)
 
 
-def _set_up_output() -> None:
-    """Our own INFO lines from rank 0, warnings from every rank; other libraries stay quiet."""
+@contextmanager
+def _log_lines(*, main: bool) -> Iterator[None]:
+    """Shows our INFO lines on rank 0 and warnings of every rank, for as long as a command runs."""
     logger = logging.getLogger("specforge_trim")
-    logger.handlers = [_BarHandler()]
+    before = (logger.level, logger.propagate)
+    handler = _BarHandler()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO if main else logging.WARNING)
     logger.propagate = False
-    logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+def _quiet_transformers() -> None:
+    """Loading a target is seconds of work and no news."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -90,7 +105,7 @@ def train_command(argv: Sequence[str]) -> None:
     from specforge_trim import distributed
     from specforge_trim.pipeline import train_draft
 
-    _set_up_output()
+    _quiet_transformers()
     logger = logging.getLogger("specforge_trim")
     if arguments.config is None:
         logger.info("no --config: training the quickstart recipe, %s", RECIPE)
@@ -122,7 +137,7 @@ def _resolve(
 ) -> tuple[argparse.Namespace, Config]:
     arguments = parser.parse_args(argv)
     config = resolve_config(arguments, default_file=default_file)
-    _set_up_output()
+    _quiet_transformers()
     return arguments, config
 
 
@@ -174,7 +189,7 @@ def regenerate_command(argv: Sequence[str]) -> None:
     world = distributed.start()
     target = pipeline.open_target(config, world)
     report = regenerate(
-        list(arguments.files or config.data.train_data),
+        pipeline.data_files(config, arguments.files),
         arguments.out,
         target.path,
         max_new_tokens=arguments.max_new_tokens,

@@ -152,15 +152,24 @@ def _shaped_like(text: Any, draft_vocab_size: int) -> DraftConfig:
     )
 
 
-def prepare_data(
-    config: Config, target: Target, world: World, *, paths: Sequence[str] | None = None
-) -> PreparedData:
-    """Tokenised documents of `paths` (default: train_data), made once and read from then on."""
-    files = list(config.data.train_data if paths is None else paths)
+def data_files(config: Config, paths: Sequence[str] | None = None) -> list[str]:
+    """`paths` or, without any, train_data; ConfigError when there is none or one is missing."""
+    files = list(paths or config.data.train_data)
     if not files:
         raise ConfigError(
             "train_data names no file: pass --train-data FILE or set data.train_data"
         )
+    for file in files:
+        if not Path(file).is_file():
+            raise ConfigError(f"data file {file}: no such file")
+    return files
+
+
+def prepare_data(
+    config: Config, target: Target, world: World, *, paths: Sequence[str] | None = None
+) -> PreparedData:
+    """Tokenised documents of `paths` (default: train_data), made once and read from then on."""
+    files = data_files(config, paths)
     tokenizer = target.tokenizer()
     return world.first(
         lambda: prepare(

@@ -1,0 +1,194 @@
+"""The whole path on a tiny random target: conversations in, a measured draft out.
+
+Catches: phases that do not fit together, a resumed run that differs from a straight one, a trimmed
+run that differs from a full one, ranks that differ from accumulation, a draft that changes on its
+way through a checkpoint and an export, work that is done again although its result is there.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from specforge_trim import pipeline
+from specforge_trim.cli import main, train_main
+from specforge_trim.config import load_config
+from specforge_trim.distributed import World
+from specforge_trim.export import load_draft
+from specforge_trim.train import checkpoint as checkpoints
+from specforge_trim.train.loop import train
+
+ROOT = Path(__file__).resolve().parent.parent
+TRIM = ["--trim-loss-positions", "--trim-backbone-rows"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a tiny target, training and held-out conversations, and a recipe."""
+    folder = tmp_path_factory.mktemp("path")
+    tiny.save_tiny_target(folder / "target")
+    tiny.write_conversations(folder / "train.jsonl", 8)
+    tiny.write_conversations(folder / "held.jsonl", 2, seed=100)
+    recipe = f"""
+model: {{target: {folder}/target, draft_vocab_size: 64, target_dtype: float32}}
+data:
+  train_data: [{folder}/train.jsonl]
+  cache_dir: {folder}/cache
+  feature_dtype: float32
+  tokens_per_batch: 400
+  num_workers: 0
+loss: {{ttt_length: 3}}
+train: {{learning_rate: 1.0e-3, epochs: 2, device: cpu}}
+evaluate: {{eval_data: [{folder}/held.jsonl], eval_depth: 2, eval_max_new_tokens: 6}}
+"""
+    (folder / "recipe.yaml").write_text(recipe)
+    return folder
+
+
+def run(place, name, *flags):
+    """Trains into place/name and returns the metric rows."""
+    out = place / name
+    code = train_main(["--config", str(place / "recipe.yaml"), "--output-dir", str(out), *flags])
+    assert code == 0
+    return rows(out)
+
+
+def rows(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(metric_rows):
+    return [row["loss"] for row in metric_rows]
+
+
+@pytest.fixture(scope="module")
+def straight(place):
+    return run(place, "straight", *TRIM)
+
+
+def test_train_path_from_conversations_to_a_measured_draft(place, straight, capsys):
+    assert len(straight) >= 4
+    assert [row["step"] for row in straight] == list(range(1, len(straight) + 1))
+    assert straight[-1]["loss"] < straight[0]["loss"]
+    common = ["--config", str(place / "recipe.yaml"), "--output-dir", str(place / "straight")]
+    assert main(["export", *common]) == 0
+    assert main(["evaluate", *common]) == 0
+    out = capsys.readouterr().out
+    assert "greedy output equals target: 2/2" in out
+
+    draft = load_draft(place / "straight" / "export", dtype=torch.float32)
+    found = checkpoints.newest(place / "straight" / "checkpoints")
+    model = load_draft(place / "straight" / "export", dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.fill_(7.0)
+    checkpoints.restore_weights(found, model=model)
+    for name, tensor in model.state_dict().items():
+        # The export is bf16: half a unit in the last of 8 significant bits.
+        torch.testing.assert_close(draft.state_dict()[name], tensor, rtol=2**-8, atol=1e-6)
+
+
+def test_train_path_resumed_run_equals_the_straight_one(place, straight):
+    run(place, "resumed", *TRIM, "--max-steps", str(len(straight)), "--save-every", "1")
+    kept = place / "resumed" / "checkpoints"
+    for checkpoint in checkpoints.list_complete(kept)[1:]:
+        for file in checkpoint.path.iterdir():
+            file.unlink()
+        checkpoint.path.rmdir()
+    assert checkpoints.newest(kept).step == len(straight) - 1
+    resumed = run(place, "resumed", *TRIM)
+    assert [row["step"] for row in resumed] == [row["step"] for row in straight]
+    assert losses(resumed) == losses(straight)
+
+
+@pytest.mark.parametrize("flags", [(), TRIM[:1]], ids=["no trimming", "loss only"])
+def test_train_path_trimming_does_not_change_the_losses(place, straight, flags):
+    full = run(place, "full" + str(len(flags)), *flags)
+    # fp32: the same sums in another order, over a few optimizer steps.
+    assert losses(full) == pytest.approx(losses(straight), rel=1e-5)
+    assert full[0]["perf/backbone_row_fraction"] == 1.0
+    assert straight[0]["perf/backbone_row_fraction"] < 0.5
+    assert full[0]["loss_rows"] == straight[0]["loss_rows"]
+
+
+def test_train_path_accumulation_equals_ranks(place):
+    alone = run(place, "alone", *TRIM, "--accumulate", "2")
+    command = [sys.executable, str(ROOT / "train_eagle3.py"), *TRIM]
+    command += ["--config", str(place / "recipe.yaml"), "--output-dir", str(place / "ranks")]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(command, env=os.environ | shared | {"RANK": r}, stderr=subprocess.PIPE)
+        for r in ("0", "1")
+    ]
+    errors = [process.communicate(timeout=240)[1].decode() for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], errors
+    assert "train:" not in errors[1]  # one progress bar, not one per rank
+    assert losses(rows(place / "ranks")) == pytest.approx(losses(alone), rel=1e-5)
+
+
+def test_train_path_nothing_is_done_twice(place, straight, capfd):
+    again = run(place, "straight", *TRIM)
+    assert again == straight
+    err = capfd.readouterr().err
+    assert "nothing left to train" in err
+    assert "capture" not in err and "tokenize" not in err
+
+
+def test_train_path_another_vocabulary_is_no_continuation(place, straight, capsys):
+    argv = ["--config", str(place / "recipe.yaml"), "--output-dir", str(place / "straight")]
+    assert train_main([*argv, *TRIM, "--draft-vocab-size", "32"]) == 2
+    err = capsys.readouterr().err
+    assert "draft_vocab_size = 64" in err and "32" in err and "--output-dir" in err
+
+
+def test_train_path_inspect_predicts_the_work_kept(place, straight, capsys):
+    data = str(place / "train.jsonl")
+    assert main(["inspect", data, "--config", str(place / "recipe.yaml"), "--no-color"]) == 0
+    out = capsys.readouterr().out
+    assert "[[" in out and "<|im_end|>]]" in out
+
+
+class Unsupervised(pipeline.TrainingDocuments):
+    """The training documents without a supervised token."""
+
+    def tokens(self, number):
+        document = super().tokens(number)
+        return replace(document, loss_mask=torch.zeros_like(document.loss_mask))
+
+
+@pytest.mark.parametrize("flags", [(), TRIM], ids=["no trimming", "both"])
+def test_train_path_steps_without_loss_move_no_weight(place, straight, flags):
+    out = place / f"unsupervised{len(flags)}"
+    argv = ["--config", str(place / "recipe.yaml"), "--output-dir", str(out), *flags]
+    config = load_config([*argv, "--weight-decay", "0.1"], prog="t", description="d")
+    world = World(rank=0, size=1, device=torch.device("cpu"))
+    target = pipeline.open_target(config, world)
+    data = pipeline.prepare_data(config, target, world)
+    store = pipeline.make_features(config, target, data, world)
+    model, teacher = pipeline.build_draft(config, target, data, device=world.device)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    summary = train(
+        config,
+        model=model,
+        teacher=teacher,
+        documents=Unsupervised(data, store),
+        lengths=[int(n) for n in data.lengths],
+        world=world,
+        identity={},
+        provenance={},
+    )
+    assert summary.skipped_steps == summary.steps > 2
+    assert all(torch.equal(before[n], tensor) for n, tensor in model.state_dict().items())
+    assert [row["loss"] for row in rows(out)] == [None] * summary.steps
+    assert checkpoints.newest(out / "checkpoints").meta["progress"]["skipped_steps"] > 2
