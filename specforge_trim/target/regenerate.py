@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -22,7 +22,7 @@ from specforge_trim.data.conversation import BadRow, Conversation, read_conversa
 
 logger = logging.getLogger(__name__)
 
-NGRAM = 8
+LOOP_TOKENS = 16
 ECHO_SHARE = 0.9
 SOLO_LENGTH = 2048  # longer prompts go alone: padding would cost them the fused causal kernel
 
@@ -129,26 +129,29 @@ def request_id(conversation: Conversation, settings: str) -> str:
 def degenerate_reason(answer: Answer, request_ids: Iterable[int]) -> str | None:
     """Why an answer must not be trained on, or None.
 
-    "empty"; "repeats" (some 8 tokens in a row occur twice); "echo" (0.9 of its runs of 8 tokens,
-    or all of a shorter answer, are copied from the request); "unfinished".
+    "empty"; "repeats" (a run of 8 words, or of 16 tokens, occurs twice); "echo" (0.9 of its runs
+    of 8 tokens, or all of a shorter answer, are copied from the request); "unfinished".
     """
     if not answer.text.strip():
         return "empty"
-    grams = list(ngrams(answer.ids))
-    if len(set(grams)) < len(grams):
+    if _repeats(answer.text.lower().split(), 8) or _repeats(answer.ids, LOOP_TOKENS):
         return "repeats"
-    request = tuple(request_ids)
-    size = min(NGRAM, len(answer.ids))
-    asked = set(ngrams(request, size))
+    size = min(8, len(answer.ids))
+    asked = set(ngrams(tuple(request_ids), size))
     own = list(ngrams(answer.ids, size))
     if sum(gram in asked for gram in own) >= ECHO_SHARE * len(own):
         return "echo"
     return None if answer.finished else "unfinished"
 
 
-def ngrams(ids: tuple[int, ...], size: int = NGRAM) -> Iterator[tuple[int, ...]]:
-    """All runs of `size` consecutive tokens."""
-    return (tuple(ids[i : i + size]) for i in range(len(ids) - size + 1))
+def ngrams(items: Sequence, size: int) -> Iterator[tuple]:
+    """All runs of `size` consecutive items."""
+    return (tuple(items[i : i + size]) for i in range(len(items) - size + 1))
+
+
+def _repeats(items: Sequence, size: int) -> bool:
+    grams = list(ngrams(items, size))
+    return len(set(grams)) < len(grams)
 
 
 @dataclass
@@ -219,7 +222,7 @@ class _Writer:
 
 
 class _StopRepeats:
-    """Ends a row of the batch once its last 8 tokens occurred before: it is dropped anyway."""
+    """Ends a row of the batch once its last 16 tokens occurred before: it is dropped anyway."""
 
     def __init__(self, prompt_width: int):
         self.prompt_width = prompt_width
@@ -229,8 +232,8 @@ class _StopRepeats:
         stop = []
         for row, ids in enumerate(input_ids[:, self.prompt_width :].tolist()):
             seen = self.seen.setdefault(row, set())
-            gram = tuple(ids[-NGRAM:])
-            stop.append(len(gram) == NGRAM and gram in seen)
+            gram = tuple(ids[-LOOP_TOKENS:])
+            stop.append(len(gram) == LOOP_TOKENS and gram in seen)
             seen.add(gram)
         return torch.tensor(stop, device=input_ids.device)
 
