@@ -306,7 +306,7 @@ def evaluate(
                 if untrained is not None:
                     baseline.append(prompt.speculate(untrained, depth=depth, recording=own))
                 at = first_difference(trained[-1].tokens, own.tokens)
-                if at is not None and own.gaps[min(at, len(own.gaps) - 1)] <= NEAR_TIE:
+                if at is not None and at < len(own.gaps) and own.gaps[at] <= NEAR_TIE:
                     ties += 1
                 elif at is not None:
                     different.append(index)

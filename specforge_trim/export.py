@@ -13,7 +13,6 @@ Letters: D draft width, Dt target width, V target vocabulary, Vd draft vocabular
 import dataclasses
 import json
 import logging
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,8 @@ def export_draft(
     tensors = serving_tensors(model, dtype=dtype)
     _refuse_foreign_folder(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.parent / f".{out.name}.writing-{os.getpid()}"
+    # One fixed name, so that what a killed run left behind goes with the next export.
+    temporary = out.parent / f".{out.name}.writing"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir()
@@ -259,7 +259,7 @@ def _replace_folder(new: Path, out: Path) -> None:
     if not out.exists():
         new.rename(out)
         return
-    old = out.parent / f".{out.name}.old-{os.getpid()}"
+    old = out.parent / f".{out.name}.old"
     shutil.rmtree(old, ignore_errors=True)
     out.rename(old)
     try:

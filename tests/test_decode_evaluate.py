@@ -129,7 +129,7 @@ def test_a_difference_is_forgiven_only_at_a_near_tie(
 def test_an_answer_that_ends_early_is_a_difference(target, monkeypatch):
     draft, ids = random_draft(target), prompt_ids(12)
     tokens = Prompt(target, ids, max_new_tokens=8).greedy().tokens[:5]
-    monkeypatch.setattr(Prompt, "greedy", own_answer(tokens, [1.0] * 5))
+    monkeypatch.setattr(Prompt, "greedy", own_answer(tokens, [0.0] * 5))
     found = evaluate(target, draft, {"x": [ids]}, max_new_tokens=8, progress=False).sets[0]
     assert found.different == (0,)
 

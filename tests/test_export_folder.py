@@ -241,6 +241,8 @@ def test_provenance_is_kept_beside_the_weights(tmp_path):
 def test_a_second_export_replaces_the_first_as_a_whole(tmp_path):
     target = target_config()
     out = export_draft(draft(), tmp_path / "o", target_config=target, training={"steps": 1})
+    (tmp_path / ".o.writing").mkdir()  # what a killed export leaves
+    (tmp_path / ".o.writing" / "model.safetensors").write_bytes(b"half")
     model = draft()
     with torch.no_grad():
         model.norm.weight.fill_(3.0)
