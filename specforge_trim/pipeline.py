@@ -251,6 +251,7 @@ def build_draft(
 
 def train_draft(config: Config, world: World) -> TrainSummary:
     """All phases up to the trained draft; its state lies in output_dir/checkpoints."""
+    data_files(config)  # before the target is fetched
     target = open_target(config, world)
     data = prepare_data(config, target, world)
     store = make_features(config, target, data, world)

@@ -87,7 +87,7 @@ def evaluate_drafts(
         device=world.device,
         aux_layers=draft.config.aux_layers,
     )
-    last = _last_metrics(config.output_dir / "metrics.jsonl")
+    trained = last_epoch(config.output_dir / "metrics.jsonl")
     report = evaluate(
         model,
         draft.to(world.device),
@@ -95,8 +95,8 @@ def evaluate_drafts(
         untrained=untrained.to(world.device),
         depth=config.evaluate.eval_depth,
         max_new_tokens=config.evaluate.eval_max_new_tokens,
-        training_accuracy=_per_step(last, "accuracy"),
-        training_acceptance=_per_step(last, "acceptance"),
+        training_accuracy=trained.get("accuracy"),
+        training_acceptance=trained.get("acceptance"),
     )
     config.output_dir.mkdir(parents=True, exist_ok=True)
     text = json.dumps(report.to_dict(), indent=1)
@@ -116,23 +116,30 @@ def _untrained_like(config: Config, target: Target, draft: Eagle3Draft) -> Eagle
     return model
 
 
-def _last_metrics(path: Path) -> dict[str, Any] | None:
-    """The last whole row of metrics.jsonl that has a loss; None where there is none."""
-    if not path.is_file():
-        return None
-    for line in reversed(path.read_text(encoding="utf-8").splitlines()):
+def last_epoch(path: Path) -> dict[str, list[float]]:
+    """Per TTT step, `loss`, `accuracy` and `acceptance` of metrics.jsonl over its last epoch.
+
+    Means over logged steps, weighted by their loss rows; {} without any.
+    """
+    rows = [row for row in _read_rows(path) if row["loss"] is not None]
+    rows = [row for row in rows if row["epoch"] == rows[-1]["epoch"]]
+    means: dict[str, list[float]] = {}
+    for name in ("loss", "accuracy", "acceptance") if rows else ():
+        means[name] = []
+        while f"{name}/{len(means[name])}" in rows[0]:
+            key = f"{name}/{len(means[name])}"
+            known = [(row[key], row["loss_rows"]) for row in rows if row[key] is not None]
+            weight = sum(count for _, count in known)
+            means[name].append(sum(v * n for v, n in known) / weight if weight else 0.0)
+    return means
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """Whole rows of a metrics.jsonl; a line cut off by a kill is passed over."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
-            row = json.loads(line)
+            rows.append(json.loads(line))
         except ValueError:
             continue
-        if row.get("loss") is not None:
-            return row
-    return None
-
-
-def _per_step(row: dict[str, Any] | None, name: str) -> list[float] | None:
-    """Values of `name/0`, `name/1`, ... up to the first step without one."""
-    values: list[float] = []
-    while row is not None and row.get(f"{name}/{len(values)}") is not None:
-        values.append(row[f"{name}/{len(values)}"])
-    return values or None
+    return rows

@@ -250,3 +250,18 @@ def test_train_loader_gives_the_same_batches_with_and_without_workers():
         assert torch.equal(a.teacher_hidden, b.teacher_hidden)
         for x, y in zip(a.pack.steps, b.pack.steps, strict=True):
             assert torch.equal(x.rows, y.rows) and torch.equal(x.loss_rows, y.loss_rows)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_train_loader_error_keeps_its_one_line_message(num_workers):
+    class Mixed(Fake):
+        def features(self, number):
+            return Stored(number, 99, torch.ones(99, dtype=torch.bool))
+
+    fake = Mixed([5, 6])
+    loader = BatchLoader(
+        fake, schedule(fake.lengths), PlanSettings(ttt_length=2), rank=0, num_workers=num_workers
+    )
+    with pytest.raises(ValueError, match="99 tokens") as error:
+        next(loader.steps(0))
+    assert "\n" not in str(error.value)

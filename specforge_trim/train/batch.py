@@ -298,15 +298,18 @@ class _Planned(Dataset):
         step, index = divmod(k, self.schedule.accumulate)
         return self.schedule.micro_batch(step, rank=self.rank, index=index)
 
-    def __getitem__(self, k: int) -> bytes | None:
+    def __getitem__(self, k: int) -> bytes | Exception | None:
         numbers = self.numbers(k)
         if not numbers:
             return None
-        batch = make_batch(
-            [self.documents.tokens(n) for n in numbers],
-            [self.documents.features(n) for n in numbers],
-            self.settings,
-        )
+        try:
+            batch = make_batch(
+                [self.documents.tokens(n) for n in numbers],
+                [self.documents.features(n) for n in numbers],
+                self.settings,
+            )
+        except (ValueError, OSError) as error:
+            return error  # raised in the main process, without the loader's traceback in its text
         # A plan is hundreds of small tensors: one block of bytes crosses to the main process
         # where each tensor would cost a shared-memory file.  Features stay on disk until read.
         buffer = io.BytesIO()
@@ -349,6 +352,8 @@ class BatchLoader:
         )
         batches: list[Batch] = []
         for k, packed in zip(order, loader, strict=True):
+            if isinstance(packed, Exception):
+                raise packed
             if packed is not None:
                 batches.append(self._unpack(k, packed))
             if (k + 1) % accumulate == 0:

@@ -196,6 +196,16 @@ def _refuse_non_finite(norm: Tensor, step: int, batches: Sequence[Batch]) -> Non
         )
 
 
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`key old -> new` for every setting of two resolved configurations that differs."""
+    return [
+        f"{key} {before[section][key]} -> {value}"
+        for section, values in now.items()
+        for key, value in values.items()
+        if section in before and before[section].get(key, value) != value
+    ]
+
+
 class _Keeper:
     """Saves and restores this run's state in output_dir/checkpoints."""
 
@@ -228,6 +238,9 @@ class _Keeper:
         checkpoints.restore(found, model=self._model, optimizer=self._optimizer, world=self._world)
         self.skipped = found.meta["progress"]["skipped_steps"]
         logger.info("resuming after step %d from %s", found.step, found.path)
+        changed = _changes(found.meta["provenance"].get("config", {}), self._config.to_dict())
+        if changed:
+            logger.warning("settings changed since that checkpoint: %s", ", ".join(changed))
         return found.step
 
     def save(self, step: int) -> None:

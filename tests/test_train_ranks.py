@@ -1,0 +1,137 @@
+"""Two processes over gloo: agreement, gradient sums, failures, checkpoints.
+
+Catches: a rank without gradients that is not counted, partial gradients averaged instead of
+summed, a failure that leaves the other rank waiting or makes both speak, a checkpoint of two ranks
+that another number of ranks cannot read.
+"""
+
+import os
+import socket
+
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+
+from specforge_trim import distributed
+from specforge_trim.distributed import PeerFailed, World
+from specforge_trim.train import checkpoint as ck
+from specforge_trim.train.optimizer import build_optimizer
+
+
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False))
+
+
+def check_agreement(world):
+    votes = torch.tensor([1, world.rank, 5 - world.rank], dtype=torch.int32)
+    assert world.agree_min(votes).tolist() == [1, 0, 4]
+    assert world.sum(torch.tensor([1.0, world.rank])).tolist() == [2.0, 1.0]
+
+
+def check_gradients(world):
+    model = small_model().double()
+    if world.rank == 0:  # rank 1 has no supervised row and so no gradient at all
+        model(torch.ones(4, 3, dtype=torch.float64)).sum().backward()
+        own = [p.grad.clone() for p in model.parameters()]
+    distributed.sum_gradients(model.parameters(), world)
+    if world.rank == 0:
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), own, strict=True))
+    model.zero_grad()
+    model(torch.full((2, 3), 1.0 + world.rank, dtype=torch.float64)).sum().backward()
+    distributed.sum_gradients(model.parameters(), world)
+    whole = small_model().double()
+    for value in (1.0, 2.0):
+        whole(torch.full((2, 3), value, dtype=torch.float64)).sum().backward()
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, rtol=1e-14)
+
+
+def check_failures(world):
+    order = []
+    assert world.first(lambda: order.append(world.rank) or "done") == "done"
+    assert order == [world.rank]
+    for failing, expected in ((0, (OSError, PeerFailed)), (1, (PeerFailed, OSError))):
+        try:
+            world.together(lambda failing=failing: fail() if world.rank == failing else 1)
+        except (OSError, PeerFailed) as error:
+            assert type(error) is expected[world.rank], error
+        else:
+            raise AssertionError("went on")
+    try:  # both fail: only the lower one says why
+        world.together(fail)
+    except (OSError, PeerFailed) as error:
+        assert type(error) is (OSError, PeerFailed)[world.rank]
+    world.barrier()  # collectives still match
+
+
+def fail():
+    raise OSError("disk")
+
+
+def check_checkpoint(world, folder):
+    model = small_model()
+    optimizer = build_optimizer(model, weight_decay=0.0)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.step()
+    torch.manual_seed(100 + world.rank)
+    ck.save(
+        folder,
+        step=1,
+        model=model,
+        optimizer=optimizer,
+        world=world,
+        identity={},
+        provenance={},
+        progress={},
+        keep=1,
+    )
+    drawn = torch.rand(2)
+    other = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False))
+    optimizer = build_optimizer(other, weight_decay=0.0)
+    ck.restore(ck.newest(folder), model=other, optimizer=optimizer, world=world)
+    assert torch.equal(torch.rand(2), drawn)  # each rank its own random state
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+def rank_main(rank, port, folder):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(1)
+    world = distributed.start(device="cpu", timeout_minutes=1)
+    assert (world.rank, world.size, world.is_main) == (rank, 2, rank == 0)
+    check_agreement(world)
+    check_gradients(world)
+    check_failures(world)
+    check_checkpoint(world, folder)
+    distributed.stop(world)
+
+
+def test_train_ranks_agree_sum_fail_and_save_together(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    mp.spawn(rank_main, args=(port, tmp_path / "ck"), nprocs=2)
+    # One process reads what two wrote.
+    model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False))
+    optimizer = build_optimizer(model, weight_decay=0.0)
+    alone = World(rank=0, size=1, device=torch.device("cpu"))
+    found = ck.newest(tmp_path / "ck")
+    assert found.meta["world_size"] == 2
+    assert ck.restore(found, model=model, optimizer=optimizer, world=alone) == 1
+    assert float(optimizer.state[model[0].weight]["step"]) == 1.0
+
+
+def test_train_single_process_needs_no_group(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    world = distributed.start(device="cpu")
+    assert (world.rank, world.size, world.group) == (0, 1, None)
+    world.barrier()
+    assert world.first(lambda: 3) == 3
+    model = small_model()
+    distributed.sum_gradients(model.parameters(), world)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    distributed.stop(world)
