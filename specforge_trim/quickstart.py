@@ -12,9 +12,11 @@ import argparse
 import hashlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -100,8 +102,10 @@ def torchrun(flags: Sequence[str]) -> None:
     """Trains in a process of its own; an interrupt is passed on and waited for."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", "1", "train_eagle3.py", "--config", str(RECIPE), *flags]
-    shown = ["torchrun", *command[3:]]
-    print("      " + " ".join(shown), flush=True)
+    shown = shlex.join(["torchrun", *command[3:]])
+    indent = {"initial_indent": " " * 6, "subsequent_indent": " " * 8}
+    lines = textwrap.wrap(shown, 78, break_long_words=False, break_on_hyphens=False, **indent)
+    print(" \\\n".join(lines), flush=True)
     process = subprocess.Popen(command)
     try:
         code = process.wait()
