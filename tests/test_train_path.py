@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,6 +136,28 @@ def test_train_path_accumulation_equals_ranks(place):
     assert [process.returncode for process in ranks] == [0, 0], errors
     assert "train:" not in errors[1]  # one progress bar, not one per rank
     assert losses(rows(place / "ranks")) == pytest.approx(losses(alone), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_train_path_killed_run_continues_as_if_nothing_happened(place):
+    flags = [*TRIM, "--epochs", "12", "--save-every", "3", "--num-workers", "1"]
+    straight = run(place, "unkilled", *flags)
+    out = place / "killed"
+    command = [sys.executable, str(ROOT / "train_eagle3.py"), *flags]
+    command += ["--config", str(place / "recipe.yaml"), "--output-dir", str(out)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, env=env)
+    metrics = out / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 8:
+        assert process.poll() is None, process.stderr.read().decode()
+        time.sleep(0.01)
+    process.kill()
+    # A loader worker that outlives the run would hold its stderr open for good.
+    process.communicate(timeout=30)
+    assert checkpoints.newest(out / "checkpoints").step < len(straight)
+    continued = run(place, "killed", *flags)
+    assert [row["step"] for row in continued] == [row["step"] for row in straight]
+    assert losses(continued) == losses(straight)
 
 
 def test_train_path_nothing_is_done_twice(place, straight, capfd):

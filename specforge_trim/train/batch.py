@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -321,6 +324,21 @@ def _as_it_is(item: Any) -> Any:
     return item
 
 
+def _end_with_parent(worker: int) -> None:
+    """Ends a loader process whose parent was killed.
+
+    It would wait forever to hand over a batch that no one reads, and hold the parent's files.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 class BatchLoader:
     """This rank's batches in order, from a step on, made ahead by loader processes."""
 
@@ -348,6 +366,7 @@ class BatchLoader:
             sampler=order,
             num_workers=self._num_workers,
             collate_fn=_as_it_is,
+            worker_init_fn=_end_with_parent,
             prefetch_factor=2 if self._num_workers else None,
         )
         batches: list[Batch] = []
