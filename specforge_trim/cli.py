@@ -77,7 +77,7 @@ def _log_lines(*, main: bool) -> Iterator[None]:
         logger.propagate = before[1]
 
 
-def _quiet_transformers() -> None:
+def quiet_transformers() -> None:
     """Loading a target is seconds of work and no news."""
     from transformers.utils import logging as transformers_logging
 
@@ -105,7 +105,7 @@ def train_command(argv: Sequence[str]) -> None:
     from specforge_trim import distributed
     from specforge_trim.pipeline import train_draft
 
-    _quiet_transformers()
+    quiet_transformers()
     logger = logging.getLogger("specforge_trim")
     if arguments.config is None:
         logger.info("no --config: training the quickstart recipe, %s", RECIPE)
@@ -137,7 +137,7 @@ def _resolve(
 ) -> tuple[argparse.Namespace, Config]:
     arguments = parser.parse_args(argv)
     config = resolve_config(arguments, default_file=default_file)
-    _quiet_transformers()
+    quiet_transformers()
     return arguments, config
 
 

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from specforge_trim.cli import guarded
+from specforge_trim.cli import guarded, quiet_transformers
 from specforge_trim.config import Config, load_config
 from specforge_trim.plan.cost import pack_cost
 from specforge_trim.plan.guard import choose_pack_alone
@@ -218,6 +218,7 @@ def run(cache: Path, *, smoke: bool, epochs: int | None) -> str:
     config = recipe_config(flags)
     from specforge_trim import distributed, pipeline, results
 
+    quiet_transformers()
     world = distributed.start(device=config.train.device)
     with clock.phase("target", config.model.target):
         target = pipeline.open_target(config, world)
