@@ -207,24 +207,28 @@ def ask_more(work: Path, kind: str, rows: list[dict], per_section: int) -> int:
 
 
 def select(rows: list[dict], count_tokens: Callable[[list[dict]], int], limit: int) -> list[dict]:
-    """One conversation per section, then second ones in training while `limit` tokens hold."""
-    first, second, seen = [], [], Counter()
+    """The longest answer of each section, then second ones in training while `limit` tokens hold.
+
+    Long answers, because a draft learns from the answers' tokens only.
+    """
+    sections: dict[str, list[dict]] = {}
     for row in rows:
+        group = sections.setdefault(row["section"], [])
         if row["messages"] is not None:
-            nth = seen[row["section"]]
-            seen[row["section"]] += 1
-            if nth == 0:
-                first.append(row)
-            elif nth == 1 and row["split"] == "train":
-                second.append(row)
-    total = sum(count_tokens(row["messages"]) for row in first)
-    for row in sorted(second, key=lambda row: len(row["prompt"])):
+            group.append(row)
+    for group in sections.values():
+        group.sort(key=lambda row: -len(row["messages"][1]["content"]))
+    chosen = [group[0] for group in sections.values() if group]
+    total = sum(count_tokens(row["messages"]) for row in chosen)
+    second = [g[1] for g in sections.values() if len(g) > 1 and g[1]["split"] == "train"]
+    second.sort(key=lambda row: -len(row["messages"][1]["content"]) / len(row["prompt"]))
+    for row in second:
         total += count_tokens(row["messages"])
         if total > limit:
             break
-        first.append(row)
-    order = list(dict.fromkeys(row["section"] for row in rows))
-    return sorted(first, key=lambda row: order.index(row["section"]))
+        chosen.append(row)
+    order = list(sections)
+    return sorted(chosen, key=lambda row: order.index(row["section"]))
 
 
 def main() -> None:
