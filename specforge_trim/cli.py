@@ -62,12 +62,12 @@ class _BarHandler(logging.Handler):
 
 @contextmanager
 def _log_lines(*, main: bool) -> Iterator[None]:
-    """Shows our INFO lines on rank 0 and warnings of every rank, for as long as a command runs."""
+    """Shows our log lines on rank 0, for as long as a command runs; others would repeat it."""
     logger = logging.getLogger("specforge_trim")
     before = (logger.level, logger.propagate)
     handler = _BarHandler()
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO if main else logging.WARNING)
+    logger.setLevel(logging.INFO if main else logging.ERROR)
     logger.propagate = False
     try:
         yield

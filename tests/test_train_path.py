@@ -96,7 +96,7 @@ def test_train_path_from_conversations_to_a_measured_draft(place, straight, caps
         torch.testing.assert_close(draft.state_dict()[name], tensor, rtol=2**-8, atol=1e-6)
 
 
-def test_train_path_resumed_run_equals_the_straight_one(place, straight):
+def test_train_path_resumed_run_equals_the_straight_one(place, straight, capfd):
     run(place, "resumed", *TRIM, "--max-steps", str(len(straight)), "--save-every", "1")
     kept = place / "resumed" / "checkpoints"
     for checkpoint in checkpoints.list_complete(kept)[1:]:
@@ -105,6 +105,7 @@ def test_train_path_resumed_run_equals_the_straight_one(place, straight):
         checkpoint.path.rmdir()
     assert checkpoints.newest(kept).step == len(straight) - 1
     resumed = run(place, "resumed", *TRIM)
+    assert f"max_steps {len(straight)} -> None" in capfd.readouterr().err
     assert [row["step"] for row in resumed] == [row["step"] for row in straight]
     assert losses(resumed) == losses(straight)
 
