@@ -66,7 +66,8 @@ def test_answers_are_the_targets_own_greedy_ones(tmp_path, target, prompts):
         with torch.inference_mode():
             answer, finished = greedy(model, ids, 12)
         text = tokenizer.decode(answer)
-        if degenerate_reason(Answer(tuple(answer), text, finished), ids):
+        found = Answer(tuple(answer), text, finished)
+        if degenerate_reason(found, ids, tokenizer.decode(ids)):
             dropped += 1
         else:
             expected.append([*row["messages"], {"role": "assistant", "content": text}])
@@ -213,3 +214,9 @@ FRESH = tuple(range(20))
 )
 def test_degenerate_answers_by_hand(ids, text, finished, reason):
     assert degenerate_reason(Answer(ids, text, finished), REQUEST) == reason
+
+
+def test_the_same_words_in_other_tokens_are_an_echo():
+    answer = Answer(FRESH, "The  rule\nHolds.", True)
+    assert degenerate_reason(answer, REQUEST, "x: the rule holds. And more") == "echo"
+    assert degenerate_reason(answer, REQUEST, "x: the rule never holds.") is None

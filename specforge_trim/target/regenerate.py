@@ -126,11 +126,13 @@ def request_id(conversation: Conversation, settings: str) -> str:
     return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:24]
 
 
-def degenerate_reason(answer: Answer, request_ids: Iterable[int]) -> str | None:
+def degenerate_reason(
+    answer: Answer, request_ids: Iterable[int], request_text: str = ""
+) -> str | None:
     """Why an answer must not be trained on, or None.
 
     "empty"; "repeats" (a run of 8 words, or of 16 tokens, occurs twice); "echo" (0.9 of its runs
-    of 8 tokens, or all of a shorter answer, are copied from the request); "unfinished".
+    of 8 tokens, or all of its words in a row, are copied from the request); "unfinished".
     """
     if not answer.text.strip():
         return "empty"
@@ -141,6 +143,8 @@ def degenerate_reason(answer: Answer, request_ids: Iterable[int]) -> str | None:
     own = list(ngrams(answer.ids, size))
     if sum(gram in asked for gram in own) >= ECHO_SHARE * len(own):
         return "echo"
+    if " ".join(answer.text.lower().split()) in " ".join(request_text.lower().split()):
+        return "echo"  # the same words in other tokens
     return None if answer.finished else "unfinished"
 
 
@@ -285,7 +289,8 @@ def _answer_all(
             rows = []
             for item, answer in zip(batch, answers, strict=True):
                 item.written.append({"role": "assistant", "content": answer.text})
-                reason = degenerate_reason(answer, item.prompt)
+                request = writer.tokenizer.decode(item.prompt)
+                reason = degenerate_reason(answer, item.prompt, request)
                 row = _row(item, dropped=reason) if reason else _next_request(writer, item)
                 if row:
                     rows.append(row)
