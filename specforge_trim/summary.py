@@ -41,7 +41,6 @@ class EvaluateLine:
     acceptance_length: float
     untrained_length: float
     equal: int
-    by_depth: tuple[float, ...] = ()
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -64,60 +63,65 @@ def render_summary(
     minutes: Sequence[tuple[str, float]],
 ) -> str:
     """The whole report; `data` ends with the line of all files together."""
-    lines = [title, "=" * min(WIDTH, len(title)), ""]
-    lines += table(
-        ("training data", "conversations", "tokens", "supervised", "density", "kept work"),
+    equal, prompts = sum(e.equal for e in evaluate), sum(e.prompts for e in evaluate)
+    sections = (
+        [title, "=" * min(WIDTH, len(title))],
+        _data_section(data),
         [
-            (
-                line.name,
-                f"{line.conversations:,}",
-                f"{line.tokens:,}",
-                f"{line.supervised:,}",
-                f"{line.density:.1%}",
-                f"{line.kept_work:.1%}",
-            )
-            for line in data
+            f"training: {train.epochs} epochs, {train.steps} steps, "
+            f"{train.tokens_per_second:,.0f} tokens/s"
         ],
+        table(
+            ("TTT step", *(str(i + 1) for i in range(len(train.loss)))),
+            [
+                ("loss", *(f"{value:.3f}" for value in train.loss)),
+                ("accuracy", *(f"{value:.3f}" for value in train.accuracy)),
+            ],
+        ),
+        _evaluate_section(evaluate),
+        [f"greedy output equals target: {equal}/{prompts}"],
+        [render_minutes(minutes)],
     )
-    lines += [
+    return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def _data_section(data: Sequence[DataLine]) -> list[str]:
+    rows = [
+        (
+            line.name,
+            f"{line.conversations:,}",
+            f"{line.tokens:,}",
+            f"{line.supervised:,}",
+            f"{line.density:.1%}",
+            f"{line.kept_work:.1%}",
+        )
+        for line in data
+    ]
+    header = ("training data", "conversations", "tokens", "supervised", "density", "kept work")
+    return [
+        *table(header, rows),
         "density: rows the draft runs at steps after the first, of all rows",
         "kept work: FLOPs of the trimmed computation, of the full one",
-        "",
-        f"training: {train.epochs} epochs, {train.steps} steps, "
-        f"{train.tokens_per_second:,.0f} tokens/s",
-        "",
     ]
-    lines += table(
-        ("TTT step", *(str(i + 1) for i in range(len(train.loss)))),
-        [
-            ("loss", *(f"{value:.3f}" for value in train.loss)),
-            ("accuracy", *(f"{value:.3f}" for value in train.accuracy)),
-        ],
-    )
-    lines.append("")
-    lines += table(
-        ("held out", "prompts", "tokens", "acceptance length", "untrained", "greedy = target"),
-        [
-            (
-                line.name,
-                str(line.prompts),
-                f"{line.tokens:,}",
-                f"{line.acceptance_length:.2f}",
-                f"{line.untrained_length:.2f}",
-                f"{line.equal}/{line.prompts}",
-            )
-            for line in evaluate
-        ],
-    )
-    equal, prompts = sum(e.equal for e in evaluate), sum(e.prompts for e in evaluate)
-    lines += [
+
+
+def _evaluate_section(evaluate: Sequence[EvaluateLine]) -> list[str]:
+    rows = [
+        (
+            line.name,
+            str(line.prompts),
+            f"{line.tokens:,}",
+            f"{line.acceptance_length:.2f}",
+            f"{line.untrained_length:.2f}",
+            f"{line.equal}/{line.prompts}",
+        )
+        for line in evaluate
+    ]
+    header = ("held out", "prompts", "tokens", "acceptance length", "untrained", "greedy = target")
+    return [
+        *table(header, rows),
         "acceptance length: tokens per pass of the target; 1.00 = no help from the draft",
-        "",
-        f"greedy output equals target: {equal}/{prompts}",
-        "",
-        render_minutes(minutes),
     ]
-    return "\n".join(lines)
 
 
 def render_minutes(minutes: Sequence[tuple[str, float]]) -> str:
