@@ -1,0 +1,110 @@
+"""Step time of the trimmed step against the classic unroll, side by side in one run.
+
+    python benchmarks/bench_step.py --tokens 8192 --rounds 5 --out step.jsonl
+
+Every round runs each arm once, in turn, so that a drifting machine drifts for all. Ratios are
+per round to the classic arm of the same round; the A/A row is the classic arm against itself and
+shows the noise. Floor = FLOPs that must be done / FLOPs of the classic arm (plan/cost.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+from problems import SIZES, classic_step, costs, make_mask, make_problem, our_step, packs
+
+
+def matmul_rate() -> float:
+    """FLOP/s of a square fp32 matrix product, best of a few."""
+    a, b = torch.randn(2048, 1024), torch.randn(1024, 1024)
+    best = 0.0
+    for _ in range(6):
+        start = time.perf_counter()
+        for _ in range(4):
+            a @ b
+        best = max(best, 4 * 2 * 2048 * 1024 * 1024 / (time.perf_counter() - start))
+    return best
+
+
+def seconds(step) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def bench(size: str, layout: str, tokens: int, density: float, rounds: int, arms: set[str]):
+    """One row of the table: medians and spread of per-round ratios."""
+    problem = make_problem(size, make_mask(layout, tokens, density))
+    plan = packs(problem)
+    cost = costs(problem, plan["ours"])
+    steps = {"classic": classic_step(problem), "ours": our_step(problem, plan["ours"])}
+    if "step 0 full" in arms and density < 1:
+        steps["step 0 full"] = our_step(problem, plan["step 0 full"])
+    steps["classic again"] = steps["classic"]
+    losses = {name: step() for name, step in steps.items()}  # the warm-up
+    for name, loss in losses.items():
+        torch.testing.assert_close(loss, losses["classic"], rtol=1e-4, atol=0, msg=name)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    rate = []
+    for _ in range(rounds):
+        rate.append(matmul_rate())
+        for name, step in steps.items():
+            times[name].append(seconds(step))
+    row = {
+        "size": size, "layout": layout, "tokens": tokens, "density": density, "rounds": rounds,
+        "floor": cost.floor / cost.full,
+        "classic_seconds": statistics.median(times["classic"]),
+        "classic_rate_of_matmul": cost.full
+        / statistics.median(times["classic"])
+        / statistics.median(rate),
+        "matmul_gflops": statistics.median(rate) / 1e9,
+    }  # fmt: skip
+    for name in steps:
+        if name != "classic":
+            ratios = [a / b for a, b in zip(times[name], times["classic"], strict=True)]
+            row[name] = statistics.median(ratios)
+            row[name + " spread"] = (min(ratios), max(ratios))
+    return row
+
+
+def show(row) -> str:
+    ours = row["ours spread"]
+    text = (
+        f"{row['size']:9s} {row['layout']:6s} {row['tokens']:6d} {row['density']:5.0%}  "
+        f"ours {row['ours']:.3f} ({ours[0]:.3f}-{ours[1]:.3f})  floor {row['floor']:.3f}  "
+    )
+    if "step 0 full" in row:
+        text += f"step-0-full {row['step 0 full']:.3f}  "
+    again = row["classic again spread"]
+    return text + (
+        f"A/A {row['classic again']:.2f} ({again[0]:.2f}-{again[1]:.2f})  "
+        f"classic {row['classic_seconds']:.1f} s, {row['classic_rate_of_matmul']:.0%} of matmul"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--size", choices=SIZES, default="prototype")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
+    parser.add_argument("--density", type=float, nargs="+", default=[0.02, 0.08, 0.25, 0.40, 1.0])
+    parser.add_argument("--layout", nargs="+", default=["blocks"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--arms", nargs="*", default=["step 0 full"], help="extra arms")
+    parser.add_argument("--out", help="append rows to this JSON lines file")
+    args = parser.parse_args()
+    for tokens in args.tokens:
+        for layout in args.layout:
+            for density in args.density:
+                row = bench(args.size, layout, tokens, density, args.rounds, set(args.arms))
+                print(show(row), flush=True)
+                if args.out:
+                    with open(args.out, "a", encoding="utf-8") as out:
+                        out.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

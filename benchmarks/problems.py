@@ -1,0 +1,213 @@
+"""The masks, sizes and random inputs that the benchmarks share, and the arms they compare.
+
+Letters: T tokens, D width, S supervised rows, V target vocabulary, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from specforge_trim import build_trim_pack, dense_pack
+from specforge_trim.model.draft import Eagle3Draft
+from specforge_trim.model.draft_config import DraftConfig
+from specforge_trim.objective.teacher import TeacherTable
+from specforge_trim.plan.cost import PackCost, pack_cost
+from specforge_trim.plan.pack import TrimPack
+from specforge_trim.plan.segments import plan_chunks
+from specforge_trim.train.stages import StepSettings, ttt_step
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from classic import ClassicShape, classic_losses, loss_rows  # noqa: E402
+
+STEPS = 7
+EPS, THETA = 1e-5, 10000.0
+
+# Prototype sizes, and Llama-3-8B's proportions (heads 4:1, MLP 3.5 D, Vd 7.8 D) at 1/8 width.
+SIZES = {
+    "prototype": dict(hidden=512, heads=8, kv_heads=2, head_dim=64, mlp=1408, draft_vocab=4096),
+    "llama": dict(hidden=512, heads=4, kv_heads=1, head_dim=128, mlp=1792, draft_vocab=4000),
+}
+
+
+def make_mask(layout: str, tokens: int, density: float) -> Tensor:
+    """Row mask [T]: `blocks` (16, evenly placed), `points` (isolated), or `tail` (one block)."""
+    mask = torch.zeros(tokens, dtype=torch.bool)
+    if density >= 1:
+        mask[:-1] = True
+    elif layout == "blocks":
+        stride, width = tokens // 16, int(density * tokens / 16)
+        for start in range(0, tokens, stride):
+            mask[start : start + width] = True
+    elif layout == "points":
+        mask[:: round(1 / density)] = True
+    elif layout == "tail":
+        mask[tokens - 1 - int(density * tokens) : tokens - 1] = True
+    else:
+        raise ValueError(f"layout={layout!r}: expected blocks, points or tail")
+    return mask
+
+
+@dataclass(frozen=True)
+class FixedTeacher:
+    """A teacher that is already known, so that no arm is timed computing it.
+
+    The batch's `teacher_hidden` [S, 1] holds row numbers; `table` looks them up.
+    """
+
+    known: TeacherTable
+    draft_to_target: Tensor
+
+    def table(self, numbers: Tensor) -> TeacherTable:
+        rows = numbers[:, 0].long()
+        known = self.known
+        return TeacherTable(
+            known.probs[rows], known.argmax[rows], known.in_vocab[rows], known.draft_mass[rows]
+        )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A draft and one document of random features."""
+
+    model: Eagle3Draft
+    ids: Tensor
+    aux: Tensor
+    mask: Tensor
+    settings: StepSettings
+
+    @property
+    def tokens(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        return torch.tensor([0, self.tokens])
+
+
+def make_problem(size: str, mask: Tensor, *, aux: Tensor | None = None, seed: int = 0) -> Problem:
+    """Random weights, tokens and features; `aux` [T, 3D] may be a mapped file instead."""
+    s, gen = SIZES[size], torch.Generator().manual_seed(seed)
+    config = DraftConfig(
+        hidden_size=s["hidden"],
+        intermediate_size=s["mlp"],
+        num_attention_heads=s["heads"],
+        num_key_value_heads=s["kv_heads"],
+        head_dim=s["head_dim"],
+        vocab_size=s["draft_vocab"],
+        draft_vocab_size=s["draft_vocab"],
+        target_hidden_size=s["hidden"],
+        max_position_embeddings=1 << 20,
+        rms_norm_eps=EPS,
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
+    )
+    torch.manual_seed(seed)
+    tokens = mask.shape[0]
+    return Problem(
+        model=Eagle3Draft(config),
+        ids=torch.randint(s["draft_vocab"], (tokens,), generator=gen),
+        aux=torch.randn(tokens, 3 * s["hidden"], generator=gen) if aux is None else aux,
+        mask=mask,
+        settings=StepSettings(backend="sdpa"),
+    )
+
+
+def fixed_teacher(problem: Problem, count: int) -> FixedTeacher:
+    """Peaked random distributions for `count` supervised rows."""
+    gen = torch.Generator().manual_seed(1)
+    vocab = problem.model.config.draft_vocab_size
+    probs = (torch.randn(count, vocab, generator=gen) * 2).softmax(-1)
+    known = TeacherTable(
+        probs, probs.argmax(-1), torch.ones(count, dtype=torch.bool), torch.ones(count)
+    )
+    return FixedTeacher(known, torch.arange(vocab))
+
+
+def step_zero_full(pack: TrimPack) -> TrimPack:
+    """The pack with every row at step 0: what trimming only the later steps computes."""
+    from specforge_trim.plan import pack as planner
+
+    empty = torch.zeros(pack.owned, dtype=torch.bool)
+    emits = [empty.index_fill(0, s.loss_rows, True) for s in pack.steps]
+    needed = planner._needed_rows(emits)
+    needed[0] = torch.ones(pack.owned, dtype=torch.bool)
+    return planner._assemble(
+        emits, needed, bounds=pack.cu_seqlens, owned=pack.owned, chain=pack.chain
+    )
+
+
+def our_step(problem: Problem, pack: TrimPack, *, chunk_rows: int = 1024) -> Callable[[], Tensor]:
+    """One training step of the package on a pack; returns loss sums per TTT step."""
+    batch = SimpleNamespace(
+        input_ids=problem.ids,
+        position_ids=torch.arange(problem.tokens),
+        doc_end=torch.full((problem.tokens,), problem.tokens),
+        cu_seqlens=problem.cu_seqlens,
+        pack=pack,
+        chunks=plan_chunks(pack, chunk_rows=chunk_rows),
+        loss_weights=None,
+        aux=lambda a, b: problem.aux[a:b],
+        teacher_hidden=torch.arange(pack.supervised.shape[0], dtype=torch.float32)[:, None],
+    )
+    teacher = fixed_teacher(problem, pack.supervised.shape[0])
+    denominators = torch.full((STEPS,), float(problem.tokens))
+
+    def step() -> Tensor:
+        problem.model.zero_grad(set_to_none=False)
+        return ttt_step(
+            problem.model,
+            batch,
+            teacher=teacher,
+            denominators=denominators,
+            settings=problem.settings,
+        ).loss
+
+    return step
+
+
+def classic_step(problem: Problem) -> Callable[[], Tensor]:
+    """The same step as one graph over all rows; returns loss sums per TTT step."""
+    c = problem.model.config
+    shape = ClassicShape(c.num_attention_heads, c.num_key_value_heads, c.head_dim, EPS, THETA)
+    params = dict(problem.model.named_parameters())
+    count = int(problem.mask.sum())
+    known = fixed_teacher(problem, count).known
+    rows = loss_rows(problem.mask, problem.cu_seqlens, STEPS)
+
+    def step() -> Tensor:
+        problem.model.zero_grad(set_to_none=False)
+        losses = classic_losses(
+            params,
+            shape,
+            ids=problem.ids,
+            cu=problem.cu_seqlens,
+            aux=problem.aux,
+            probs=known.probs,
+            in_vocab=known.in_vocab,
+            rows=rows,
+            steps=STEPS,
+        )
+        torch.stack([0.8**i * x / problem.tokens for i, x in enumerate(losses)]).sum().backward()
+        return torch.stack(losses).detach()
+
+    return step
+
+
+def costs(problem: Problem, pack: TrimPack) -> PackCost:
+    return pack_cost(pack, problem.model.config.dims)
+
+
+def packs(problem: Problem) -> dict[str, TrimPack]:
+    """ours, step-0-full and dense packs of a problem's mask."""
+    trimmed = build_trim_pack(problem.mask, STEPS)
+    return {
+        "ours": trimmed,
+        "step 0 full": step_zero_full(trimmed),
+        "dense": dense_pack(problem.mask, STEPS),
+    }
