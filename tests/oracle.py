@@ -59,7 +59,6 @@ def rope(x, position, theta):
 def unroll_document(model: OracleModel, doc: OracleDocument, steps: int, filler: int = 0):
     """Logits [step][row] of a document's dense unroll."""
     p, length = model.params, len(doc.ids)
-    name = "midlayer."
     hidden = []
     for t in range(length):
         a = doc.aux[t]
@@ -69,47 +68,62 @@ def unroll_document(model: OracleModel, doc: OracleDocument, steps: int, filler:
                 [rms(x, p[f"fc_norm.{n}.weight"], model.eps) for n, x in enumerate(parts)]
             )
         hidden.append(p["fc.weight"] @ a)
-    keys: list[list[torch.Tensor]] = []
-    values: list[list[torch.Tensor]] = []
+    depth = 1 + len({n.split(".")[1] for n in p if n.startswith("layers.")})
+    names = ["midlayer."] + [f"layers.{n}." for n in range(1, depth)]
+    # keys[layer][step][row]
+    keys: list[list[list[torch.Tensor]]] = [[] for _ in names]
+    values: list[list[list[torch.Tensor]]] = [[] for _ in names]
     logits = []
     for i in range(steps):
-        qs, ks, vs = [], [], []
+        for layer, name in enumerate(names):
+            hidden = _layer(model, doc, layer, name, i, hidden, keys[layer], values[layer], filler)
+        row_logits = []
         for t in range(length):
+            normed = rms(hidden[t], p["norm.weight"], model.eps)
+            row_logits.append(p["lm_head.weight"] @ normed)
+            if model.norm_output:
+                hidden[t] = normed
+        logits.append(row_logits)
+    return logits
+
+
+def _layer(model, doc, layer, name, i, hidden, keys, values, filler):
+    """One decoder layer at step i over all rows of a document; appends its keys and values."""
+    p, length = model.params, len(doc.ids)
+    qs, ks, vs = [], [], []
+    for t in range(length):
+        if layer == 0:
             nxt = t + 1 + i
             token = doc.ids[nxt] if nxt < length else filler
             e = rms(p["embed_tokens.weight"][token], p[name + "input_layernorm.weight"], model.eps)
-            g = rms(hidden[t], p[name + "hidden_norm.weight"], model.eps)
-            z = torch.cat([e, g])
-            q = (p[name + "self_attn.q_proj.weight"] @ z).view(model.heads, model.head_dim)
-            k = (p[name + "self_attn.k_proj.weight"] @ z).view(model.kv_heads, model.head_dim)
-            v = (p[name + "self_attn.v_proj.weight"] @ z).view(model.kv_heads, model.head_dim)
-            qs.append(rope(q, t + i, model.theta))
-            ks.append(rope(k, t + i, model.theta))
-            vs.append(v)
-        keys.append(ks)
-        values.append(vs)
-        new_hidden, row_logits = [], []
-        for t in range(length):
-            seen_k = [keys[0][s] for s in range(t + 1)] + [keys[j][t] for j in range(1, i + 1)]
-            seen_v = [values[0][s] for s in range(t + 1)] + [values[j][t] for j in range(1, i + 1)]
-            outs = []
-            for n in range(model.heads):
-                m = n // (model.heads // model.kv_heads)
-                kk = torch.stack([x[m] for x in seen_k])
-                vv = torch.stack([x[m] for x in seen_v])
-                weights = torch.softmax(kk @ qs[t][n] / math.sqrt(model.head_dim), dim=0)
-                outs.append(weights @ vv)
-            r = hidden[t] + p[name + "self_attn.o_proj.weight"] @ torch.cat(outs)
-            y = rms(r, p[name + "post_attention_layernorm.weight"], model.eps)
-            gate = p[name + "mlp.gate_proj.weight"] @ y
-            up = p[name + "mlp.up_proj.weight"] @ y
-            out = r + p[name + "mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
-            normed = rms(out, p["norm.weight"], model.eps)
-            row_logits.append(p["lm_head.weight"] @ normed)
-            new_hidden.append(normed if model.norm_output else out)
-        logits.append(row_logits)
-        hidden = new_hidden
-    return logits
+            z = torch.cat([e, rms(hidden[t], p[name + "hidden_norm.weight"], model.eps)])
+        else:
+            z = rms(hidden[t], p[name + "input_layernorm.weight"], model.eps)
+        q = (p[name + "self_attn.q_proj.weight"] @ z).view(model.heads, model.head_dim)
+        k = (p[name + "self_attn.k_proj.weight"] @ z).view(model.kv_heads, model.head_dim)
+        v = (p[name + "self_attn.v_proj.weight"] @ z).view(model.kv_heads, model.head_dim)
+        qs.append(rope(q, t + i, model.theta))
+        ks.append(rope(k, t + i, model.theta))
+        vs.append(v)
+    keys.append(ks)
+    values.append(vs)
+    outputs = []
+    for t in range(length):
+        seen_k = [keys[0][s] for s in range(t + 1)] + [keys[j][t] for j in range(1, i + 1)]
+        seen_v = [values[0][s] for s in range(t + 1)] + [values[j][t] for j in range(1, i + 1)]
+        outs = []
+        for n in range(model.heads):
+            m = n // (model.heads // model.kv_heads)
+            kk = torch.stack([x[m] for x in seen_k])
+            vv = torch.stack([x[m] for x in seen_v])
+            weights = torch.softmax(kk @ qs[t][n] / math.sqrt(model.head_dim), dim=0)
+            outs.append(weights @ vv)
+        r = hidden[t] + p[name + "self_attn.o_proj.weight"] @ torch.cat(outs)
+        y = rms(r, p[name + "post_attention_layernorm.weight"], model.eps)
+        gate = p[name + "mlp.gate_proj.weight"] @ y
+        up = p[name + "mlp.up_proj.weight"] @ y
+        outputs.append(r + p[name + "mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up))
+    return outputs
 
 
 @dataclass

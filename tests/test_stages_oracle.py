@@ -81,6 +81,26 @@ def test_every_gradient_equals_the_oracle(name, count, heads, eagle31):
                     )  # fmt: skip
 
 
+@pytest.mark.parametrize("layers", [2, 3])
+@pytest.mark.parametrize("name", ["all ones", "blocks", "isolated", "empty"])
+def test_deeper_drafts(name, layers):
+    """Catches: a lower layer's key gradients read before its later queries have added theirs."""
+    case = make_case(documents(name, 3), layers=layers, seed=7)
+    model = oracle_model(case)
+    expected = oracle(model, case.docs, steps=case.steps)
+    if expected.total.requires_grad:
+        expected.total.backward()
+    for dense in (False, True):
+        pack = make_pack(case, dense=dense)
+        for backend in ("reference", "sdpa"):
+            for chunk_rows in (1, 7, 1024):
+                batch = make_batch(case, pack, chunk_rows=chunk_rows)
+                assert_equal(
+                    case, pack, batch, expected, model.params,
+                    backend=backend, context_chunk=5,
+                )  # fmt: skip
+
+
 @pytest.mark.parametrize("denominator", ["rows", "supervised"])
 @pytest.mark.parametrize("chain", ["shift", "run"])
 def test_chains_and_denominators(chain, denominator):

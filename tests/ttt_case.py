@@ -51,6 +51,7 @@ def make_case(
     vocab: int = 32,
     draft_vocab: int = 16,
     eagle31: bool = False,
+    layers: int = 1,
     seed: int = 0,
 ) -> Case:
     """One document per mask; head_dim * heads need not equal width."""
@@ -58,6 +59,7 @@ def make_case(
     config = DraftConfig(
         hidden_size=width,
         intermediate_size=20,
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,

@@ -20,13 +20,13 @@ from .layers import RMSNorm, Rotary, linear, rotate
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DraftConfig, *, width: int) -> None:
         super().__init__()
-        d, h = config.hidden_size, config.head_dim
-        self.q_proj = nn.Linear(2 * d, config.num_attention_heads * h, bias=False)
-        self.k_proj = nn.Linear(2 * d, config.num_key_value_heads * h, bias=False)
-        self.v_proj = nn.Linear(2 * d, config.num_key_value_heads * h, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * h, d, bias=False)
+        h = config.head_dim
+        self.q_proj = nn.Linear(width, config.num_attention_heads * h, bias=False)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * h, bias=False)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * h, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * h, config.hidden_size, bias=False)
 
 
 class _MLP(nn.Module):
@@ -38,21 +38,54 @@ class _MLP(nn.Module):
         self.down_proj = nn.Linear(i, d, bias=False)
 
 
-class _Midlayer(nn.Module):
-    def __init__(self, config: DraftConfig) -> None:
+class DraftLayer(nn.Module):
+    """One decoder layer. The first reads cat(token embedding, hidden), later ones hidden alone."""
+
+    def __init__(self, config: DraftConfig, *, is_first: bool) -> None:
         super().__init__()
         d, eps = config.hidden_size, config.rms_norm_eps
+        self.is_first, self._head_dim = is_first, config.head_dim
         self.input_layernorm = RMSNorm(d, eps=eps)
-        self.hidden_norm = RMSNorm(d, eps=eps)
-        self.self_attn = _Attention(config)
+        if is_first:
+            self.hidden_norm = RMSNorm(d, eps=eps)
+        self.self_attn = _Attention(config, width=2 * d if is_first else d)
         self.post_attention_layernorm = RMSNorm(d, eps=eps)
         self.mlp = _MLP(config)
 
+    def inputs(self, embedding_RD: Tensor | None, hidden_RD: Tensor) -> Tensor:
+        """What q, k and v read: [R, 2D], the embedding's norm first; [R, D] in later layers."""
+        if not self.is_first:
+            return self.input_layernorm(hidden_RD)
+        assert embedding_RD is not None, "the first layer reads the token embedding"
+        embedding = self.input_layernorm(embedding_RD.to(hidden_RD.dtype))
+        return torch.cat((embedding, self.hidden_norm(hidden_RD)), dim=-1)
+
+    def _heads(self, z: Tensor, projection: nn.Linear) -> Tensor:
+        return linear(z, projection.weight).unflatten(-1, (-1, self._head_dim))
+
+    def query(self, z: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """q [R, N, H], rotated."""
+        return rotate(self._heads(z, self.self_attn.q_proj), cos, sin)
+
+    def key_value(self, z: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """k (rotated) and v [R, M, H]."""
+        k = rotate(self._heads(z, self.self_attn.k_proj), cos, sin)
+        return k, self._heads(z, self.self_attn.v_proj)
+
+    def finish(self, hidden_RD: Tensor, attention_RNH: Tensor) -> Tensor:
+        """The layer's output [R, D]: o projection onto the un-normed hidden, then the MLP."""
+        residual = hidden_RD + linear(attention_RNH.flatten(1), self.self_attn.o_proj.weight)
+        y = self.post_attention_layernorm(residual)
+        gate = F.silu(linear(y, self.mlp.gate_proj.weight))
+        up = linear(y, self.mlp.up_proj.weight)
+        return residual + linear(gate * up, self.mlp.down_proj.weight)
+
 
 class Eagle3Draft(nn.Module):
-    """One decoder layer over cat(token embedding, hidden), fed by projected target states.
+    """A decoder layer over cat(token embedding, hidden), fed by projected target states.
 
-    Source: EAGLE-3 (Li et al., 2025). With `fc_norm` and `norm_output` it is EAGLE-3.1.
+    Source: EAGLE-3 (Li et al., 2025). With `fc_norm` and `norm_output` it is EAGLE-3.1. Layers
+    after the first, named layers.1 and on, are plain Llama layers.
     """
 
     d2t: Tensor
@@ -74,7 +107,14 @@ class Eagle3Draft(nn.Module):
             self.fc_norm = nn.ModuleList(
                 RMSNorm(dt, eps=config.rms_norm_eps) for _ in range(config.num_aux_layers)
             )
-        self.midlayer = _Midlayer(config)
+        self.midlayer = DraftLayer(config, is_first=True)
+        if config.num_hidden_layers > 1:
+            self.layers = nn.ModuleDict(
+                {
+                    str(n): DraftLayer(config, is_first=False)
+                    for n in range(1, config.num_hidden_layers)
+                }
+            )
         self.norm = RMSNorm(d, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(d, config.draft_vocab_size, bias=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, dt)
@@ -92,6 +132,12 @@ class Eagle3Draft(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2 and not name.startswith("embed_tokens"):
                 nn.init.normal_(parameter, std=0.02)
+
+    @property
+    def stack(self) -> tuple[DraftLayer, ...]:
+        """The decoder layers in order."""
+        deeper = self.layers.values() if self.config.num_hidden_layers > 1 else ()
+        return (self.midlayer, *deeper)  # type: ignore[arg-type]
 
     # --- vocabulary and target rows -------------------------------------------------------
 
@@ -146,7 +192,7 @@ class Eagle3Draft(nn.Module):
         with torch.no_grad():
             parameter.copy_(rows)
 
-    # --- the layer, in the pieces that the stages need ------------------------------------
+    # --- the pieces that the stages and the decoder need ----------------------------------
 
     def project_aux(self, aux_TA: Tensor) -> Tensor:
         """g^0 [T, D] = fc(aux), aux [T, A*Dt]; with fc_norm each aux layer is normed first."""
@@ -159,49 +205,29 @@ class Eagle3Draft(nn.Module):
         """Raw embedding rows [R, D] of the target for token `ids` [R]."""
         return F.embedding(ids, self.embed_tokens.weight)
 
-    def _inputs(self, embedding_RD: Tensor, hidden_RD: Tensor) -> Tensor:
-        """z [R, 2D]: the embedding's norm first, the hidden's second."""
-        embedding = self.midlayer.input_layernorm(embedding_RD.to(hidden_RD.dtype))
-        return torch.cat((embedding, self.midlayer.hidden_norm(hidden_RD)), dim=-1)
-
-    def _heads(self, z: Tensor, weight: Tensor) -> Tensor:
-        return linear(z, weight).unflatten(-1, (-1, self.config.head_dim))
-
     def query(self, embedding_RD: Tensor, hidden_RD: Tensor, positions: Tensor) -> Tensor:
-        """q [R, N, H] with rotary positions [R] applied."""
-        z = self._inputs(embedding_RD, hidden_RD)
-        cos, sin = self.rotary.cos_sin(positions, z.dtype)
-        return rotate(self._heads(z, self.midlayer.self_attn.q_proj.weight), cos, sin)
+        """The first layer's q [R, N, H] with rotary positions [R] applied."""
+        z = self.midlayer.inputs(embedding_RD, hidden_RD)
+        return self.midlayer.query(z, *self.rotary.cos_sin(positions, z.dtype))
 
     def key_value(
         self, embedding_RD: Tensor, hidden_RD: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """k, v [R, M, H]; rotary positions [R] applied to k."""
-        attn = self.midlayer.self_attn
-        z = self._inputs(embedding_RD, hidden_RD)
-        cos, sin = self.rotary.cos_sin(positions, z.dtype)
-        k = rotate(self._heads(z, attn.k_proj.weight), cos, sin)
-        return k, self._heads(z, attn.v_proj.weight)
+        """The first layer's k, v [R, M, H]; rotary positions [R] applied to k."""
+        z = self.midlayer.inputs(embedding_RD, hidden_RD)
+        return self.midlayer.key_value(z, *self.rotary.cos_sin(positions, z.dtype))
 
     def query_key_value(
         self, embedding_RD: Tensor, hidden_RD: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [R, N, H], k and v [R, M, H]; rotary positions [R] applied to q and k."""
-        attn = self.midlayer.self_attn
-        z = self._inputs(embedding_RD, hidden_RD)
+        """The first layer's q [R, N, H], k and v [R, M, H]; q and k rotated to positions [R]."""
+        z = self.midlayer.inputs(embedding_RD, hidden_RD)
         cos, sin = self.rotary.cos_sin(positions, z.dtype)
-        q = rotate(self._heads(z, attn.q_proj.weight), cos, sin)
-        k = rotate(self._heads(z, attn.k_proj.weight), cos, sin)
-        return q, k, self._heads(z, attn.v_proj.weight)
+        return self.midlayer.query(z, cos, sin), *self.midlayer.key_value(z, cos, sin)
 
     def finish(self, hidden_RD: Tensor, attention_RNH: Tensor) -> Tensor:
-        """The layer's output [R, D]: o projection onto the un-normed hidden, then the MLP."""
-        layer = self.midlayer
-        residual = hidden_RD + linear(attention_RNH.flatten(1), layer.self_attn.o_proj.weight)
-        y = layer.post_attention_layernorm(residual)
-        gate = F.silu(linear(y, layer.mlp.gate_proj.weight))
-        up = linear(y, layer.mlp.up_proj.weight)
-        return residual + linear(gate * up, layer.mlp.down_proj.weight)
+        """The first layer's output [R, D]; with one layer, the draft's."""
+        return self.midlayer.finish(hidden_RD, attention_RNH)
 
     def final_norm(self, output_RD: Tensor) -> Tensor:
         """What lm_head reads [R, D]."""
@@ -212,5 +238,5 @@ class Eagle3Draft(nn.Module):
         return self.norm(output_RD) if self.config.norm_output else output_RD
 
     def logits(self, output_RD: Tensor) -> Tensor:
-        """Draft logits [R, Vd] of a layer output."""
+        """Draft logits [R, Vd] of the last layer's output."""
         return linear(self.final_norm(output_RD), self.lm_head.weight)

@@ -22,7 +22,6 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 _FIXED: dict[str, Any] = {
     "architectures": [ARCHITECTURE],
     "model_type": "llama",
-    "num_hidden_layers": 1,
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -54,6 +53,7 @@ class DraftConfig:
     rope_parameters: dict[str, Any] = dataclasses.field(
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
     )
+    num_hidden_layers: int = 1
     num_aux_layers: int = 3
     aux_layers: tuple[int, ...] | None = None
     fc_norm: bool = False
@@ -66,7 +66,8 @@ class DraftConfig:
     def __post_init__(self) -> None:
         positive = (
             "hidden_size intermediate_size num_attention_heads num_key_value_heads vocab_size "
-            "draft_vocab_size head_dim target_hidden_size max_position_embeddings num_aux_layers"
+            "draft_vocab_size head_dim target_hidden_size max_position_embeddings "
+            "num_hidden_layers num_aux_layers"
         )
         for name in positive.split():
             value = getattr(self, name)
@@ -105,6 +106,7 @@ class DraftConfig:
             intermediate=self.intermediate_size,
             draft_vocab=self.draft_vocab_size,
             aux_width=self.num_aux_layers * self.target_hidden_size,
+            layers=self.num_hidden_layers,
             fc_norm=self.fc_norm,
         )
 
@@ -166,8 +168,9 @@ class DraftConfig:
         # norm_before_fc stays unwritten: readers that do not know the key reject or ignore it.
         out.pop("norm_before_fc")
         for name in (
-            "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
-            "rms_norm_eps max_position_embeddings vocab_size draft_vocab_size "
+            "hidden_size intermediate_size num_hidden_layers num_attention_heads "
+            "num_key_value_heads head_dim rms_norm_eps max_position_embeddings "
+            "vocab_size draft_vocab_size "
             "bos_token_id eos_token_id pad_token_id target_hidden_size fc_norm norm_output"
         ).split():
             out[name] = getattr(self, name)

@@ -1,0 +1,256 @@
+"""The context stage: step-0 keys and values of every layer, and its recomputed backward.
+
+With one layer, over the tokens that some kept row attends to:
+
+    forward    g^0 = fc(aux), K0/V0 -> leaves; g^0 of kept rows -> leaf
+    backward   from the leaves' gradients into fc, k, v and the input norms, in token chunks
+
+Deeper drafts run their lower layers over all these tokens at step 0; only the last layer is
+trimmed there. The gradient of a lower layer's K0/V0 is complete only after all later queries of
+that layer, so the backward goes layer by layer from the top, each layer's query chunks first,
+then its keys and values.
+
+Letters: T tokens, n tokens of a chunk, R_0 kept rows of step 0, D width, M key/value heads, H
+head dim, A aux layers, Dt target width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specforge_trim.attention.context_kv import ContextKV
+from specforge_trim.attention.rows import row_attention
+from specforge_trim.model.draft import Eagle3Draft
+from specforge_trim.plan.segments import ChunkStep, Segment
+
+if TYPE_CHECKING:
+    from specforge_trim.train.batch import Batch
+
+_NONE = torch.zeros(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class StreamInputs:
+    """The packed stream on the model's device: ids, positions and document ends, int64 [T]."""
+
+    ids: Tensor
+    positions: Tensor
+    doc_end: Tensor
+
+    def next_ids(self, rows: Tensor, offset: int) -> Tensor:
+        """Token t + offset of rows t; past the document's end a filler, token 0."""
+        index = rows + offset
+        inside = index < self.doc_end[rows]
+        return torch.where(inside, self.ids[index.clamp(max=self.ids.shape[0] - 1)], 0)
+
+
+@dataclass(frozen=True)
+class ContextChunk:
+    """Some live tokens, and which kept rows lie among them.
+
+    tokens: int64 [n], absolute positions, ascending. pieces: (document start, lo, hi) of each
+    stretch [lo, hi) they form. rows: slice of R_0. row_index: their positions inside `tokens`.
+    """
+
+    tokens: Tensor
+    pieces: tuple[tuple[int, int, int], ...]
+    rows: slice
+    row_index: Tensor
+
+    def as_step(self, device: torch.device) -> ChunkStep:
+        """All tokens of the chunk as queries of step 0."""
+        segments, done = [], 0
+        for start, lo, hi in self.pieces:
+            segments.append(Segment(done, done + hi - lo, start, lo, hi))
+            done += hi - lo
+        return ChunkStep(
+            row_slice=(0, done),
+            rows=self.tokens.to(device),
+            loss_index=_NONE,
+            teacher_index=_NONE,
+            loss_slice=(0, 0),
+            carry_index=None,
+            diagonal_index=(),
+            segments=tuple(segments),
+        )
+
+
+def context_chunks(batch: Batch, size: int) -> Iterator[ContextChunk]:
+    """Live tokens (each document's prefix that kept rows attend to), `size` at a time."""
+    starts = batch.cu_seqlens[:-1].tolist()
+    lengths = batch.pack.context_len.tolist()
+    rows = batch.pack.steps[0].rows
+    group: list[tuple[int, int, int]] = []
+    held = 0
+
+    def emit() -> ContextChunk:
+        tokens = torch.cat([torch.arange(a, b) for _, a, b in group])
+        edges = torch.tensor([group[0][1], group[-1][2]])
+        first, last = torch.searchsorted(rows, edges).tolist()
+        index = torch.searchsorted(tokens, rows[first:last])
+        return ContextChunk(tokens, tuple(group), slice(first, last), index)
+
+    for start, length in zip(starts, lengths, strict=True):
+        a, end = start, start + length
+        while a < end:
+            b = min(end, a + size - held)
+            group.append((start, a, b))
+            held += b - a
+            a = b
+            if held == size:
+                yield emit()
+                group, held = [], 0
+    if group:
+        yield emit()
+
+
+class ContextStage:
+    """Leaves of one training step and their gradients.
+
+    contexts: one home of K0/V0 per layer. row_inputs: [R_0, D], the last layer's step-0 input at
+    kept rows. d_row_inputs: its gradient, filled by the row stage.
+    """
+
+    def __init__(
+        self,
+        model: Eagle3Draft,
+        batch: Batch,
+        stream: StreamInputs,
+        *,
+        dtype: torch.dtype,
+        chunk_tokens: int,
+        make_context: Callable[[Tensor, Tensor], ContextKV],
+    ) -> None:
+        """make_context(k0, v0 [T, M, H]) makes a layer's home of its context keys."""
+        self.model, self.batch, self.stream = model, batch, stream
+        self.dtype, self.device = dtype, stream.ids.device
+        self.chunks = tuple(context_chunks(batch, chunk_tokens))
+        self.make_context = make_context
+        self.contexts: list[ContextKV] = []
+        self.hidden: list[Tensor] = []  # inputs [T, D] of each layer; deeper drafts only
+        self.row_inputs = torch.empty(0)
+        self.d_row_inputs = torch.empty(0)
+
+    def _new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        # Zeros, since tokens outside the live prefixes are never written and the reference
+        # backend multiplies their keys by weight 0.
+        return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def _put(self, x: Tensor) -> Tensor:
+        return x.to(self.device, non_blocking=True)
+
+    def _project(self, chunk: ContextChunk) -> Tensor:
+        """g^0 [n, D] of a chunk's tokens."""
+        parts = [self.batch.aux(a, b) for _, a, b in chunk.pieces]
+        aux = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.model.project_aux(aux.to(self.device, self.dtype, non_blocking=True))
+
+    def _inputs(self, layer: int, tokens: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What a layer's projections read at step 0, with cos and sin of the tokens."""
+        embedding = None
+        if layer == 0:
+            embedding = self.model.embed(self.stream.next_ids(tokens, 1))
+        z = self.model.stack[layer].inputs(embedding, x)
+        return z, *self.model.rotary.cos_sin(self.stream.positions[tokens], z.dtype)
+
+    # --- forward --------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(self) -> None:
+        config, total = self.model.config, self.stream.ids.shape[0]
+        depth = config.num_hidden_layers
+        rows = self.batch.pack.steps[0].rows
+        self.row_inputs = self._new(rows.shape[0], config.hidden_size)
+        self.d_row_inputs = torch.zeros_like(self.row_inputs)
+        if depth > 1:
+            self.hidden = [self._new(total, config.hidden_size) for _ in range(depth)]
+        for layer in range(depth):
+            k0 = self._new(total, config.num_key_value_heads, config.head_dim)
+            v0 = torch.zeros_like(k0)
+            for chunk in self.chunks:
+                tokens = self._put(chunk.tokens)
+                x = self._layer_input(layer, chunk, tokens)
+                k, v = self.model.stack[layer].key_value(*self._inputs(layer, tokens, x))
+                k0.index_copy_(0, tokens, k)
+                v0.index_copy_(0, tokens, v)
+                if layer == depth - 1:
+                    self.row_inputs[chunk.rows] = x.index_select(0, self._put(chunk.row_index))
+            self.contexts.append(self.make_context(k0, v0))
+
+    def _layer_input(self, layer: int, chunk: ContextChunk, tokens: Tensor) -> Tensor:
+        """A layer's step-0 input [n, D] at a chunk's tokens, computed once and kept if deeper."""
+        x = self._project(chunk) if layer == 0 else self._run_layer(layer - 1, chunk, tokens)
+        if self.hidden:
+            self.hidden[layer].index_copy_(0, tokens, x)
+        return x
+
+    def _run_layer(
+        self, layer: int, chunk: ContextChunk, tokens: Tensor, x: Tensor | None = None
+    ) -> Tensor:
+        """A lower layer's step-0 output [n, D]; x: its input, None = the one kept."""
+        if x is None:
+            x = self.hidden[layer].index_select(0, tokens)
+        block = self.model.stack[layer]
+        q = block.query(*self._inputs(layer, tokens, x))
+        attended = row_attention(q, self.contexts[layer], chunk.as_step(self.device))
+        return block.finish(x, attended)
+
+    # --- backward -------------------------------------------------------------------------
+
+    def backward(self) -> None:
+        """From the gradients of K0/V0 and of the rows' inputs into the parameters."""
+        depth = self.model.config.num_hidden_layers
+        d_hidden: Tensor | None = None  # gradient [T, D] of the current layer's input
+        if depth > 1:
+            d_hidden = torch.zeros_like(self.hidden[0])
+            d_hidden.index_copy_(0, self._put(self.batch.pack.steps[0].rows), self.d_row_inputs)
+        for layer in reversed(range(depth)):
+            if layer < depth - 1:
+                assert d_hidden is not None
+                d_hidden = self._queries_backward(layer, d_hidden)
+            for chunk in self.chunks:
+                self._keys_backward(layer, chunk, d_hidden)
+
+    def _queries_backward(self, layer: int, d_output: Tensor) -> Tensor:
+        """Back through a lower layer's queries, o and MLP; the gradient of its input so far."""
+        d_input = torch.zeros_like(d_output)
+        for chunk in self.chunks:
+            tokens = self._put(chunk.tokens)
+            x = self.hidden[layer].index_select(0, tokens).requires_grad_()
+            with torch.enable_grad():
+                output = self._run_layer(layer, chunk, tokens, x)
+            output.backward(d_output.index_select(0, tokens))
+            assert x.grad is not None
+            d_input.index_copy_(0, tokens, x.grad)
+        return d_input
+
+    def _keys_backward(self, layer: int, chunk: ContextChunk, d_hidden: Tensor | None) -> None:
+        """Back through k and v of a layer and, for the first one, through fc."""
+        tokens = self._put(chunk.tokens)
+        context = self.contexts[layer]
+        with torch.enable_grad():
+            if layer == 0:
+                x = self._project(chunk)
+            else:
+                x = self.hidden[layer].index_select(0, tokens).requires_grad_()
+            k, v = self.model.stack[layer].key_value(*self._inputs(layer, tokens, x))
+            outputs = [k, v]
+            if layer == 0 and d_hidden is None:
+                outputs.append(x.index_select(0, self._put(chunk.row_index)))
+            elif layer == 0:
+                outputs.append(x)
+        gradients = [context.dk[tokens].to(k.dtype), context.dv[tokens].to(v.dtype)]
+        if layer == 0 and d_hidden is None:
+            gradients.append(self.d_row_inputs[chunk.rows])
+        elif layer == 0:
+            assert d_hidden is not None
+            gradients.append(d_hidden.index_select(0, tokens))
+        torch.autograd.backward(outputs, gradients)
+        if layer > 0:
+            assert d_hidden is not None and x.grad is not None
+            d_hidden.index_add_(0, tokens, x.grad)
