@@ -64,7 +64,8 @@ class GatheredKV:
         if segment.k_lo < segment.k_mid:
             parts.append((segment.k_lo, segment.k_mid, False, None))
         if segment.k_mid < segment.k_hi:
-            parts.append((segment.k_mid, segment.k_hi, segment.mask is None, segment.mask))
+            mask = segment.mask  # built when read
+            parts.append((segment.k_mid, segment.k_hi, mask is None, mask))
         return parts
 
     def forward(self, q: Tensor, step: ChunkStep) -> tuple[Tensor, Tensor]:
@@ -85,8 +86,7 @@ class GatheredKV:
         dq = torch.empty_like(q)
         for segment in step.segments:
             rows = slice(segment.q0, segment.q1)
-            total: Tensor | None = None
-            for a, b, causal, mask in self._parts(segment):
+            for n, (a, b, causal, mask) in enumerate(self._parts(segment)):
                 part, dk, dv = torch_flash.backward(
                     do[rows],
                     q[rows],
@@ -100,6 +100,5 @@ class GatheredKV:
                 )
                 self.dk[a:b] += dk
                 self.dv[a:b] += dv
-                total = part if total is None else total + part
-            dq[rows] = total
+                dq[rows] = part if n == 0 else dq[rows] + part
         return dq
