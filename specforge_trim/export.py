@@ -60,6 +60,11 @@ def export_draft(
             written does not load back to the same tensors and logits.
     """
     out = Path(out_dir)
+    if model.config.num_hidden_layers != 1:
+        raise ValueError(
+            f"num_hidden_layers={model.config.num_hidden_layers}: the serving engines share a "
+            "layout for drafts of one layer only; train with num_hidden_layers 1 to export"
+        )
     if dtype is None:
         is_half = str(getattr(target_config, "dtype", None)).removeprefix("torch.") == "float16"
         dtype = torch.float16 if is_half else torch.bfloat16
@@ -73,6 +78,8 @@ def export_draft(
     try:
         temporary.mkdir()
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+        # save_file leaves the file to its writer alone; a server may run as another user.
+        (temporary / WEIGHTS).chmod(0o644)
         _write_json(temporary / CONFIG, config.to_dict())
         if training is not None:
             _write_json(temporary / TRAINING, training)

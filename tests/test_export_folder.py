@@ -107,6 +107,8 @@ def test_exact_tensors_shapes_and_dtypes(tmp_path):
     model = draft()
     out, _ = exported(tmp_path, model)
     assert {p.name for p in out.iterdir()} == {"model.safetensors", "config.json"}
+    # Readable by a server that runs as another user.
+    assert (out / "model.safetensors").stat().st_mode & 0o044 == 0o044
     tensors = load_file(out / "model.safetensors")
     floats = {k: tuple(v.shape) for k, v in tensors.items() if v.dtype == torch.bfloat16}
     assert floats == FLOATS
@@ -138,6 +140,11 @@ def test_exact_config_keys_and_values(tmp_path):
     assert config["eagle_config"] == {"use_aux_hidden_state": True}
     assert config["tie_word_embeddings"] is False and config["norm_before_residual"] is False
     assert config["fc_norm"] is False and config["norm_output"] is False
+
+
+def test_several_layers_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="num_hidden_layers=2"):
+        exported(tmp_path, draft(num_hidden_layers=2))
 
 
 def test_full_vocabulary_has_no_maps(tmp_path):

@@ -25,6 +25,11 @@ class CachedDraft:
     """A draft and the cache of one sequence. No gradient is kept."""
 
     def __init__(self, draft: Eagle3Draft) -> None:
+        if draft.config.num_hidden_layers != 1:
+            raise ValueError(
+                f"num_hidden_layers={draft.config.num_hidden_layers}: decoding is written for "
+                "drafts of one layer"
+            )
         self.draft = draft
         self.length = 0  # true entries
         self._used = 0  # true and drafted entries
