@@ -155,9 +155,21 @@ class AttentionConfig:
         "what usp runs inside a rank (only with --attention-backend usp)",
         choices=("reference", "sdpa", "fa"),
     )
-    chunk_rows: int = option(
+    chunk_rows: int | None = option(
+        None,
+        "kept rows per chunk of the row stage; fewer = less memory, more calls; none = as many as "
+        "row_memory_mb allows",
+        at_least=1,
+    )
+    row_memory_mb: int = option(
         1024,
-        "kept rows per chunk of the row stage; fewer = less memory, more calls",
+        "MB for the activations of one row chunk over all steps, when chunk_rows is none",
+        at_least=1,
+    )
+    max_keys_per_call: int | None = option(
+        None,
+        "most context tokens of one attention kernel call; caps flash-attn's working space on "
+        "long contexts; none = no limit",
         at_least=1,
     )
     context_chunk_tokens: int = option(
@@ -268,7 +280,6 @@ def _check_pairs(config: Config) -> None:
                 "attention_backend = 'fa' needs the package flash-attn, which is not installed: "
                 "install the extra 'flash' or use --attention-backend sdpa"
             )
-        raise ConfigError("attention_backend = 'fa' is not available yet; use sdpa")
     if aux is not None and (not aux or list(aux) != sorted(set(aux))):
         raise ConfigError(f"aux_layers = {list(aux)}, expected ascending, distinct layer ids")
     if config.model.draft_config is not None and not Path(config.model.draft_config).is_file():

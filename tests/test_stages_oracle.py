@@ -9,11 +9,15 @@ import dataclasses
 
 import pytest
 import torch
+from flash_attn_standin import install as install_flash_attn
 from oracle import oracle
 from ttt_case import make_batch, make_case, make_pack, oracle_model, run_step
 
 # fp64 sums of a few thousand terms round to about 1e-13; 1e-10 leaves room for long chains.
 TOLERANCE = 1e-10
+
+# Backends, and caps on the keys of one kernel call.
+KERNELS = [("reference", None), ("sdpa", None), ("sdpa", 3), ("fa", None), ("fa", 3)]
 
 MASKS = {
     "all ones": [1] * 20,
@@ -24,6 +28,21 @@ MASKS = {
     "last row": [0] * 18 + [1, 0],
     "empty": [0] * 20,
 }
+
+
+@pytest.fixture(autouse=True)
+def fa_on_the_cpu(monkeypatch):
+    """Let attention_backend=fa run here, on a stand-in with flash-attn's interface."""
+    from specforge_trim.attention.kernels import flash_attn
+    from specforge_trim.train import stages
+
+    install_flash_attn(monkeypatch)
+    real = stages.select_kernel
+
+    def select(backend, **where):
+        return flash_attn.load() if backend == "fa" else real(backend, **where)
+
+    monkeypatch.setattr(stages, "select_kernel", select)
 
 
 def documents(name, count):
@@ -69,7 +88,7 @@ def test_every_gradient_equals_the_oracle(name, count, heads, eagle31):
         expected.total.backward()
     for dense in (False, True):
         pack = make_pack(case, dense=dense)
-        for backend in ("reference", "sdpa"):
+        for backend, max_keys in KERNELS:
             for chunk_rows in (1, 7, 1024):
                 for gap in (0, 32, 10**6):
                     if backend == "reference" and gap:
@@ -77,7 +96,7 @@ def test_every_gradient_equals_the_oracle(name, count, heads, eagle31):
                     batch = make_batch(case, pack, chunk_rows=chunk_rows, group_gap=gap)
                     assert_equal(
                         case, pack, batch, expected, model.params,
-                        backend=backend, context_chunk=5,
+                        backend=backend, max_keys=max_keys, context_chunk=5,
                     )  # fmt: skip
 
 
@@ -92,12 +111,12 @@ def test_deeper_drafts(name, layers):
         expected.total.backward()
     for dense in (False, True):
         pack = make_pack(case, dense=dense)
-        for backend in ("reference", "sdpa"):
+        for backend, max_keys in KERNELS:
             for chunk_rows in (1, 7, 1024):
                 batch = make_batch(case, pack, chunk_rows=chunk_rows)
                 assert_equal(
                     case, pack, batch, expected, model.params,
-                    backend=backend, context_chunk=5,
+                    backend=backend, max_keys=max_keys, context_chunk=5,
                 )  # fmt: skip
 
 

@@ -163,12 +163,15 @@ def run_step(
     denominators: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
     context_chunk: int = 4096,
+    max_keys: int | None = None,
 ) -> tuple[StepResult, dict[str, torch.Tensor]]:
     """Metric sums and the gradient of every trainable parameter."""
     case.model.zero_grad(set_to_none=True)
     if denominators is None:
         denominators = torch.full((case.steps,), float(case.cu_seqlens[-1]))
-    settings = StepSettings(backend=backend, compute_dtype=dtype, context_chunk=context_chunk)
+    settings = StepSettings(
+        backend=backend, compute_dtype=dtype, context_chunk=context_chunk, max_keys=max_keys
+    )
     teacher = Teacher(case.head.to(dtype), case.teacher.draft_to_target, case.teacher.t2d)
     result = ttt_step(
         case.model, batch, teacher=teacher, denominators=denominators, settings=settings

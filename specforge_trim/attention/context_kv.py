@@ -9,13 +9,16 @@ Letters: T tokens, R rows, N heads, M key/value heads, H head dim.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..plan.segments import ChunkStep, Segment
-from .kernels import torch_flash
+from .kernel import Kernel
+from .kernels import masked_block
 from .merge import merge
 
 
@@ -43,62 +46,99 @@ def gradient_buffers(k0: Tensor, v0: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(k0, dtype=dtype), torch.zeros_like(v0, dtype=dtype)
 
 
+@dataclass(frozen=True)
+class Part:
+    """Keys [lo, hi) of a segment in one kernel call."""
+
+    lo: int
+    hi: int
+    causal: bool = False
+    mask: Tensor | None = None
+
+
+def segment_parts(
+    segment: Segment, *, bottom_right: bool, max_keys: int | None = None
+) -> Iterator[Part]:
+    """The kernel calls that together show a segment's queries their keys, each key once.
+
+        run, causal square only   [k_lo, k_mid) unmasked, [k_mid, k_hi) causal
+        run, bottom-right         [k_lo, k_hi) causal
+        group                     [k_lo, k_mid) unmasked, [k_mid, k_hi) by its mask
+
+    max_keys caps the keys of a call: unmasked keys are cut into several. A run's or group's own
+    block [k_mid, k_hi) is never cut; its size is bounded by the plan's chunks and groups.
+    """
+    mask = segment.mask  # built when read
+    start = segment.k_mid  # where the call with the rows' own keys begins
+    if bottom_right and mask is None and segment.k_mid < segment.k_hi:
+        start = segment.k_lo
+        if max_keys is not None:
+            start = min(segment.k_mid, max(start, segment.k_hi - max_keys))
+    width = max_keys or max(1, start - segment.k_lo)
+    for lo in range(segment.k_lo, start, width):
+        yield Part(lo, min(lo + width, start))
+    if start < segment.k_hi:
+        yield Part(start, segment.k_hi, causal=mask is None, mask=mask)
+
+
 class GatheredKV:
     """All context keys in this process's memory, attended segment by segment.
 
-    A segment's queries see keys [k_lo, k_mid) unmasked and [k_mid, k_hi) by a square causal mask
-    or a small explicit one; the two parts meet by log-sum-exp. Nothing of size rows x context is
-    allocated.
+    The parts of a segment meet by log-sum-exp. Nothing of size rows x context is allocated.
     """
 
-    def __init__(self, k0: Tensor, v0: Tensor) -> None:
-        """k0, v0 [T, M, H], positions absolute in the packed stream."""
+    def __init__(
+        self, k0: Tensor, v0: Tensor, *, kernel: Kernel, max_keys: int | None = None
+    ) -> None:
+        """k0, v0 [T, M, H], positions absolute; max_keys caps the keys of a kernel call."""
         self.k0, self.v0 = k0, v0
         self.dk, self.dv = gradient_buffers(k0, v0)
+        self.kernel, self.max_keys = kernel, max_keys
         self.scale = k0.shape[-1] ** -0.5
 
-    @staticmethod
-    def _parts(segment: Segment) -> list[tuple[int, int, bool, Tensor | None]]:
-        """(first key, last key + 1, causal, mask) of the non-empty parts."""
-        parts: list[tuple[int, int, bool, Tensor | None]] = []
-        if segment.k_lo < segment.k_mid:
-            parts.append((segment.k_lo, segment.k_mid, False, None))
-        if segment.k_mid < segment.k_hi:
-            mask = segment.mask  # built when read
-            parts.append((segment.k_mid, segment.k_hi, mask is None, mask))
-        return parts
+    def _parts(self, segment: Segment) -> Iterator[Part]:
+        return segment_parts(
+            segment, bottom_right=self.kernel.bottom_right, max_keys=self.max_keys
+        )
+
+    def _kernel(self, part: Part) -> Kernel:
+        if part.mask is None or self.kernel.takes_mask:
+            return self.kernel
+        return masked_block.KERNEL
 
     def forward(self, q: Tensor, step: ChunkStep) -> tuple[Tensor, Tensor]:
         o = torch.empty_like(q)
         lse = torch.empty(q.shape[:2], dtype=self.dk.dtype, device=q.device)
         for segment in step.segments:
             rows = slice(segment.q0, segment.q1)
-            outputs = [
-                torch_flash.forward(
-                    q[rows], self.k0[a:b], self.v0[a:b], causal=c, mask=m, scale=self.scale
+            merged: tuple[Tensor, Tensor] | None = None
+            for part in self._parts(segment):
+                k, v = self.k0[part.lo : part.hi], self.v0[part.lo : part.hi]
+                own = self._kernel(part).forward(
+                    q[rows], k, v, causal=part.causal, mask=part.mask, scale=self.scale
                 )
-                for a, b, c, m in self._parts(segment)
-            ]
-            o[rows], lse[rows] = outputs[0] if len(outputs) == 1 else merge(*outputs)
+                merged = own if merged is None else merge(merged, own)
+            assert merged is not None, "a segment has keys"
+            o[rows], lse[rows] = merged
         return o, lse
 
     def backward(self, do: Tensor, q: Tensor, o: Tensor, lse: Tensor, step: ChunkStep) -> Tensor:
         dq = torch.empty_like(q)
         for segment in step.segments:
             rows = slice(segment.q0, segment.q1)
-            for n, (a, b, causal, mask) in enumerate(self._parts(segment)):
-                part, dk, dv = torch_flash.backward(
+            for n, part in enumerate(self._parts(segment)):
+                own, dk, dv = self._kernel(part).backward(
                     do[rows],
                     q[rows],
-                    self.k0[a:b],
-                    self.v0[a:b],
+                    self.k0[part.lo : part.hi],
+                    self.v0[part.lo : part.hi],
                     o[rows],
                     lse[rows],
-                    causal=causal,
-                    mask=mask,
+                    causal=part.causal,
+                    mask=part.mask,
                     scale=self.scale,
                 )
-                self.dk[a:b] += dk
-                self.dv[a:b] += dv
-                dq[rows] = part if n == 0 else dq[rows] + part
+                self.dk[part.lo : part.hi] += dk
+                self.dv[part.lo : part.hi] += dv
+                dq[rows] = own if n == 0 else dq[rows] + own
         return dq

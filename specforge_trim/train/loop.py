@@ -21,6 +21,7 @@ from specforge_trim.config import Config
 from specforge_trim.distributed import World, sum_gradients
 from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.objective.teacher import Teacher
+from specforge_trim.plan.memory import chunk_rows_for
 from specforge_trim.train import checkpoint as checkpoints
 from specforge_trim.train.batch import Batch, BatchLoader, Documents, PlanSettings, Schedule
 from specforge_trim.train.metrics import StepCounts, Throughput, count_step, metrics_row
@@ -54,19 +55,31 @@ def plan_settings(config: Config, model: Eagle3Draft) -> PlanSettings:
         trim_loss_positions=config.trim.trim_loss_positions,
         trim_backbone_rows=config.trim.trim_backbone_rows,
         max_density=config.max_density,
-        chunk_rows=config.attention.chunk_rows,
+        chunk_rows=_chunk_rows(config, model),
         dims=model.config.dims,
+    )
+
+
+def _chunk_rows(config: Config, model: Eagle3Draft) -> int:
+    if config.attention.chunk_rows is not None:
+        return config.attention.chunk_rows
+    return chunk_rows_for(
+        model.config.dims,
+        config.loss.ttt_length,
+        itemsize=getattr(torch, config.train.dtype).itemsize,
+        budget=config.attention.row_memory_mb << 20,
     )
 
 
 def step_settings(config: Config) -> StepSettings:
     """How a training step computes under this configuration."""
-    assert config.attention.attention_backend in ("reference", "sdpa")
+    assert config.attention.attention_backend in ("reference", "sdpa", "fa")
     return StepSettings(
         backend=config.attention.attention_backend,  # type: ignore[arg-type]
         decay=config.loss.loss_decay,
         compute_dtype=getattr(torch, config.train.dtype),
         context_chunk=config.attention.context_chunk_tokens,
+        max_keys=config.attention.max_keys_per_call,
     )
 
 

@@ -16,12 +16,15 @@ Letters: T tokens, R rows, D draft width, K ttt_length.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from specforge_trim.attention.backends import select_kernel
 from specforge_trim.attention.context_kv import ContextKV, GatheredKV
 from specforge_trim.attention.reference import ReferenceKV
 from specforge_trim.attention.rows import row_attention
@@ -39,12 +42,14 @@ if TYPE_CHECKING:
 class StepSettings:
     """How a training step computes.
 
-    backend: where row attention's context side runs. decay: step i's loss counts decay^i.
+    backend: where row attention's context side runs. max_keys: most context keys of one kernel
+    call, None = no limit. decay: step i's loss counts decay^i.
     compute_dtype: activations and matrix products; weights and their gradients keep their own.
     context_chunk: tokens of the context stage computed at once.
     """
 
-    backend: Literal["reference", "sdpa"] = "sdpa"
+    backend: Literal["reference", "sdpa", "fa"] = "sdpa"
+    max_keys: int | None = None
     decay: float = 0.8
     compute_dtype: torch.dtype = torch.float32
     context_chunk: int = 4096
@@ -108,7 +113,7 @@ def ttt_step(
             stream,
             dtype=settings.compute_dtype,
             chunk_tokens=settings.context_chunk,
-            make_context=_context_maker(batch, settings.backend, device),
+            make_context=_context_maker(batch, settings, device),
         )
         context.forward()
         for chunk in batch.chunks:
@@ -117,15 +122,16 @@ def ttt_step(
     return StepResult(*rows.sums.unbind())
 
 
-def _context_maker(batch: Batch, backend: str, device: torch.device):
+def _context_maker(
+    batch: Batch, settings: StepSettings, device: torch.device
+) -> Callable[[Tensor, Tensor], ContextKV]:
     """(k0, v0) -> the home of a layer's context keys."""
-    if backend == "sdpa":
-        return GatheredKV
-    if backend == "reference":
+    if settings.backend == "reference":
         cu = batch.cu_seqlens
         doc_start = torch.repeat_interleave(cu[:-1], cu.diff()).to(device)
-        return lambda k0, v0: ReferenceKV(k0, v0, doc_start=doc_start)
-    raise ValueError(f"attention_backend={backend!r}: expected reference or sdpa")
+        return functools.partial(ReferenceKV, doc_start=doc_start)
+    kernel = select_kernel(settings.backend, device=device, dtype=settings.compute_dtype)
+    return functools.partial(GatheredKV, kernel=kernel, max_keys=settings.max_keys)
 
 
 class _RowStage:
