@@ -29,10 +29,14 @@ from classic import ClassicShape, classic_losses, loss_rows  # noqa: E402
 STEPS = 7
 EPS, THETA = 1e-5, 10000.0
 
-# Prototype sizes, and Llama-3-8B's proportions (heads 4:1, MLP 3.5 D, Vd 7.8 D) at 1/8 width.
+# Prototype sizes; Llama-3-8B's proportions (heads 4:1, MLP 3.5 D, Vd 7.8 D) at 1/8 width; and its
+# real sizes, for a GPU.
 SIZES = {
     "prototype": dict(hidden=512, heads=8, kv_heads=2, head_dim=64, mlp=1408, draft_vocab=4096),
     "llama": dict(hidden=512, heads=4, kv_heads=1, head_dim=128, mlp=1792, draft_vocab=4000),
+    "llama-3-8b": dict(
+        hidden=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336, draft_vocab=32000
+    ),
 }
 
 
@@ -91,8 +95,20 @@ class Problem:
         return torch.tensor([0, self.tokens])
 
 
-def make_problem(size: str, mask: Tensor, *, aux: Tensor | None = None, seed: int = 0) -> Problem:
-    """Random weights, tokens and features; `aux` [T, 3D] may be a mapped file instead."""
+def make_problem(
+    size: str,
+    mask: Tensor,
+    *,
+    aux: Tensor | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    backend: str = "sdpa",
+) -> Problem:
+    """Random weights, tokens and features; `aux` [T, 3D] may be a mapped file instead.
+
+    On a GPU the features are there too, in the computation's dtype: no transfer is timed.
+    """
     s, gen = SIZES[size], torch.Generator().manual_seed(seed)
     config = DraftConfig(
         hidden_size=s["hidden"],
@@ -109,24 +125,29 @@ def make_problem(size: str, mask: Tensor, *, aux: Tensor | None = None, seed: in
     )
     torch.manual_seed(seed)
     tokens = mask.shape[0]
+    ids = torch.randint(s["draft_vocab"], (tokens,), generator=gen).to(device)
+    if aux is None and device == "cpu":
+        aux = torch.randn(tokens, 3 * s["hidden"], generator=gen)
+    elif aux is None:
+        aux = torch.randn(tokens, 3 * s["hidden"], device=device, dtype=dtype)
     return Problem(
-        model=Eagle3Draft(config),
-        ids=torch.randint(s["draft_vocab"], (tokens,), generator=gen),
-        aux=torch.randn(tokens, 3 * s["hidden"], generator=gen) if aux is None else aux,
+        model=Eagle3Draft(config).to(device),
+        ids=ids,
+        aux=aux,
         mask=mask,
-        settings=StepSettings(backend="sdpa"),
+        settings=StepSettings(backend=backend, compute_dtype=dtype),
     )
 
 
 def fixed_teacher(problem: Problem, count: int) -> FixedTeacher:
     """Peaked random distributions for `count` supervised rows."""
-    gen = torch.Generator().manual_seed(1)
+    device = problem.ids.device
+    gen = torch.Generator(device).manual_seed(1)
     vocab = problem.model.config.draft_vocab_size
-    probs = (torch.randn(count, vocab, generator=gen) * 2).softmax(-1)
-    known = TeacherTable(
-        probs, probs.argmax(-1), torch.ones(count, dtype=torch.bool), torch.ones(count)
-    )
-    return FixedTeacher(known, torch.arange(vocab))
+    probs = (torch.randn(count, vocab, generator=gen, device=device) * 2).softmax(-1)
+    everywhere = torch.ones(count, dtype=torch.bool, device=device)
+    known = TeacherTable(probs, probs.argmax(-1), everywhere, everywhere.float())
+    return FixedTeacher(known, torch.arange(vocab, device=device))
 
 
 def step_zero_full(pack: TrimPack) -> TrimPack:
@@ -173,12 +194,14 @@ def our_step(problem: Problem, pack: TrimPack, *, chunk_rows: int = 1024) -> Cal
 
 def classic_step(problem: Problem) -> Callable[[], Tensor]:
     """The same step as one graph over all rows; returns loss sums per TTT step."""
-    c = problem.model.config
+    c, device = problem.model.config, problem.ids.device
     shape = ClassicShape(c.num_attention_heads, c.num_key_value_heads, c.head_dim, EPS, THETA)
     params = dict(problem.model.named_parameters())
     count = int(problem.mask.sum())
     known = fixed_teacher(problem, count).known
-    rows = loss_rows(problem.mask, problem.cu_seqlens, STEPS)
+    rows = [
+        (t.to(device), s.to(device)) for t, s in loss_rows(problem.mask, problem.cu_seqlens, STEPS)
+    ]
 
     def step() -> Tensor:
         problem.model.zero_grad(set_to_none=False)
@@ -192,6 +215,7 @@ def classic_step(problem: Problem) -> Callable[[], Tensor]:
             in_vocab=known.in_vocab,
             rows=rows,
             steps=STEPS,
+            dtype=problem.settings.compute_dtype,
         )
         torch.stack([0.8**i * x / problem.tokens for i, x in enumerate(losses)]).sum().backward()
         return torch.stack(losses).detach()

@@ -14,8 +14,28 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def flash(q, k, v, dropout, causal, *, scale):
+    """torch's flash forward over [B, H, S, D] of the tensors' device."""
+    if q.device.type == "cpu":
+        return _CPU(q, k, v, dropout, causal, scale=scale)
+    return torch.ops.aten._scaled_dot_product_flash_attention(
+        q, k, v, dropout, causal, False, scale=scale
+    )[:2]
+
+
+def flash_backward(do, q, k, v, o, lse, dropout, causal, *, scale):
+    if q.device.type == "cpu":
+        return _CPU_BACKWARD(do, q, k, v, o, lse, dropout, causal, scale=scale)
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    unused = torch.empty(0, dtype=torch.uint64, device=q.device)
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        do, q, k, v, o, lse.contiguous(), None, None, q.shape[2], k.shape[2], dropout, causal,
+        state, unused, scale=scale,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -133,8 +153,8 @@ def classic_losses(
     w = {n: p.to(dtype) if p.is_floating_point() else p for n, p in params.items()}
     lengths = cu.diff().tolist()
     bounds = list(zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True))
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    doc_end = torch.repeat_interleave(cu[1:], cu.diff())
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(ids.device)
+    doc_end = torch.repeat_interleave(cu[1:], cu.diff()).to(ids.device)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     inv = shape.theta ** -(
         torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
@@ -149,7 +169,8 @@ def classic_losses(
     hidden = aux @ w["fc.weight"].T
     layer = "midlayer."
     own_k, own_v, losses = [], [], []
-    index = torch.arange(ids.shape[0])
+    index = torch.arange(ids.shape[0], device=ids.device)
+    inv = inv.to(ids.device)
     k0 = v0 = None
     for i in range(steps):
         shifted = index + 1 + i

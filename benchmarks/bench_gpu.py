@@ -1,0 +1,105 @@
+"""Step time and peak memory on one GPU: classic unroll, dense pack, trimmed pack.
+
+    python benchmarks/bench_gpu.py --out gpu.jsonl
+
+Llama-3-8B dimensions, bf16 with fp32 masters. `guard on` is the trimmed pack after the guard at
+max_density 0.35, which gives a denser document all its rows back. Times are medians of
+interleaved rounds with the device synchronised; memory is max_memory_allocated above what lay
+there before the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+from problems import SIZES, classic_step, costs, make_mask, make_problem, our_step, packs
+
+from specforge_trim.plan.guard import choose_pack_alone
+
+
+def seconds(step) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def peak_bytes(step) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def bench(args: argparse.Namespace, tokens: int, density: float) -> dict:
+    mask = make_mask("blocks", tokens, density)
+    problem = make_problem(
+        args.size, mask, device="cuda", dtype=torch.bfloat16, backend=args.backend
+    )
+    plan = packs(problem)
+    cost = costs(problem, plan["ours"])
+    guarded = choose_pack_alone(plan["ours"], max_density=0.35)
+    steps = {
+        "classic": classic_step(problem),
+        "dense": our_step(problem, plan["dense"], chunk_rows=args.chunk_rows),
+        "ours": our_step(problem, plan["ours"], chunk_rows=args.chunk_rows),
+        "guard on": our_step(problem, guarded, chunk_rows=args.chunk_rows),
+    }
+    peaks = {name: peak_bytes(step) for name, step in steps.items()}  # the warm-up
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(args.rounds):
+        for name, step in steps.items():
+            times[name].append(seconds(step))
+    row = {"size": args.size, "tokens": tokens, "density": density, "backend": args.backend}
+    row["device"] = torch.cuda.get_device_name()
+    row["floor"] = cost.floor / cost.full
+    for name in steps:
+        ratios = [a / b for a, b in zip(times[name], times["classic"], strict=True)]
+        row[name] = {
+            "seconds": statistics.median(times[name]),
+            "relative": statistics.median(ratios),
+            "spread": (min(ratios), max(ratios)),
+            "peak_mb": peaks[name] / 1e6,
+        }
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--size", choices=SIZES, default="llama-3-8b")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
+    parser.add_argument("--density", type=float, nargs="+", default=[0.02, 0.08, 0.25, 0.40, 1.0])
+    parser.add_argument("--backend", choices=("sdpa", "fa"), default="sdpa")
+    parser.add_argument("--chunk-rows", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", help="append rows to this JSON lines file")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("error: no CUDA device; this benchmark was not run")
+    for tokens in args.tokens:
+        for density in args.density:
+            row = bench(args, tokens, density)
+            text = "  ".join(
+                f"{name} {row[name]['relative']:.3f} ({row[name]['peak_mb']:.0f} MB)"
+                for name in ("ours", "guard on", "dense", "classic")
+            )
+            print(
+                f"{tokens:6d} {density:5.0%}  floor {row['floor']:.3f}  {text}  "
+                f"classic {row['classic']['seconds'] * 1e3:.0f} ms",
+                flush=True,
+            )
+            if args.out:
+                with open(args.out, "a", encoding="utf-8") as out:
+                    out.write(json.dumps(row) + "\n")
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
