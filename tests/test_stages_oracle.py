@@ -16,8 +16,23 @@ from ttt_case import make_batch, make_case, make_pack, oracle_model, run_step
 # fp64 sums of a few thousand terms round to about 1e-13; 1e-10 leaves room for long chains.
 TOLERANCE = 1e-10
 
-# Backends, and caps on the keys of one kernel call.
-KERNELS = [("reference", None), ("sdpa", None), ("sdpa", 3), ("fa", None), ("fa", 3)]
+# (backend, most keys of one kernel call, rows of a chunk, rows below which runs share a group).
+# A threshold of 0 makes every run a segment, a huge one groups everything.
+FULL_GRID = [
+    (backend, max_keys, chunk_rows, gap)
+    for backend, max_keys in [("sdpa", None), ("sdpa", 3), ("fa", None), ("fa", 3)]
+    for chunk_rows in (1, 7, 1024)
+    for gap in (0, 32, 10**6)
+] + [("reference", None, chunk_rows, 0) for chunk_rows in (1, 7, 1024)]
+# Every backend, chunk size and threshold at least once.
+SHORT_GRID = [
+    ("reference", None, 7, 0),
+    ("sdpa", None, 1, 32),
+    ("sdpa", None, 7, 0),
+    ("sdpa", 3, 1024, 10**6),
+    ("fa", None, 7, 32),
+    ("fa", 3, 1024, 0),
+]
 
 MASKS = {
     "all ones": [1] * 20,
@@ -78,7 +93,14 @@ def assert_equal(case, pack, batch, expected, params, **kwargs):
 )
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("name", MASKS)
-def test_every_gradient_equals_the_oracle(name, count, heads, eagle31):
+@pytest.mark.parametrize(
+    "grid",
+    [
+        pytest.param(SHORT_GRID, id="short"),
+        pytest.param(FULL_GRID, id="full", marks=pytest.mark.slow),
+    ],
+)
+def test_every_gradient_equals_the_oracle(grid, name, count, heads, eagle31):
     case = make_case(
         documents(name, count), heads=heads[0], kv_heads=heads[1], eagle31=eagle31, seed=3
     )
@@ -88,16 +110,12 @@ def test_every_gradient_equals_the_oracle(name, count, heads, eagle31):
         expected.total.backward()
     for dense in (False, True):
         pack = make_pack(case, dense=dense)
-        for backend, max_keys in KERNELS:
-            for chunk_rows in (1, 7, 1024):
-                for gap in (0, 32, 10**6):
-                    if backend == "reference" and gap:
-                        continue  # it does not read segments
-                    batch = make_batch(case, pack, chunk_rows=chunk_rows, group_gap=gap)
-                    assert_equal(
-                        case, pack, batch, expected, model.params,
-                        backend=backend, max_keys=max_keys, context_chunk=5,
-                    )  # fmt: skip
+        for backend, max_keys, chunk_rows, gap in grid:
+            batch = make_batch(case, pack, chunk_rows=chunk_rows, group_gap=gap)
+            assert_equal(
+                case, pack, batch, expected, model.params,
+                backend=backend, max_keys=max_keys, context_chunk=5,
+            )  # fmt: skip
 
 
 @pytest.mark.parametrize("layers", [2, 3])
@@ -111,13 +129,12 @@ def test_deeper_drafts(name, layers):
         expected.total.backward()
     for dense in (False, True):
         pack = make_pack(case, dense=dense)
-        for backend, max_keys in KERNELS:
-            for chunk_rows in (1, 7, 1024):
-                batch = make_batch(case, pack, chunk_rows=chunk_rows)
-                assert_equal(
-                    case, pack, batch, expected, model.params,
-                    backend=backend, max_keys=max_keys, context_chunk=5,
-                )  # fmt: skip
+        for backend, max_keys, chunk_rows, gap in SHORT_GRID:
+            batch = make_batch(case, pack, chunk_rows=chunk_rows, group_gap=gap)
+            assert_equal(
+                case, pack, batch, expected, model.params,
+                backend=backend, max_keys=max_keys, context_chunk=5,
+            )  # fmt: skip
 
 
 @pytest.mark.parametrize("denominator", ["rows", "supervised"])
