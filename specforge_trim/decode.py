@@ -289,47 +289,69 @@ def evaluate(
     empty = [name for name, prompts in sets.items() if not prompts]
     if empty or not sets:
         raise ValueError(f"no prompts to decode in {empty or 'prompt_sets'}; expected some")
-    for one in (draft, untrained):
-        if one is not None:
-            check_pair(target, one)
-            if one.fc.weight.dtype != torch.float32:
-                raise ValueError(f"evaluation runs in float32; got {one.fc.weight.dtype}")
-    reports = []
+    for one in (draft, *(() if untrained is None else (untrained,))):
+        check_pair(target, one)
+        if one.fc.weight.dtype != torch.float32:
+            raise ValueError(f"evaluation runs in float32; got {one.fc.weight.dtype}")
     total = sum(map(len, sets.values()))
     with tqdm(total=total, desc="decoding", unit="prompt", disable=not progress) as bar:
-        for name, prompts in sets.items():
-            trained, baseline, ties, different = [], [], 0, []
-            for index, ids in enumerate(prompts):
-                prompt = Prompt(target, ids, max_new_tokens=max_new_tokens)
-                own = prompt.greedy()
-                trained.append(prompt.speculate(draft, depth=depth))
-                if untrained is not None:
-                    baseline.append(prompt.speculate(untrained, depth=depth, recording=own))
-                at = first_difference(trained[-1].tokens, own.tokens)
-                if at is not None and at < len(own.gaps) and own.gaps[at] <= NEAR_TIE:
-                    ties += 1
-                elif at is not None:
-                    different.append(index)
-                bar.set_postfix_str(f"{name}, {len(own.tokens)} tokens", refresh=False)
-                bar.update()
-            reports.append(
-                SetReport(
-                    name=name,
-                    prompts=len(prompts),
-                    prompt_tokens=sum(map(len, prompts)),
-                    trained=_arm(trained),
-                    untrained=_arm(baseline) if baseline else None,
-                    equal=len(prompts) - len(different),
-                    near_ties=ties,
-                    different=tuple(different),
-                )
+        reports = [
+            _evaluate_set(
+                name,
+                prompts,
+                target,
+                draft,
+                untrained,
+                depth=depth,
+                max_new_tokens=max_new_tokens,
+                bar=bar,
             )
+            for name, prompts in sets.items()
+        ]
     return EvalReport(
         depth=depth,
         max_new_tokens=max_new_tokens,
         sets=tuple(reports),
         training_accuracy=None if training_accuracy is None else tuple(training_accuracy),
         training_acceptance=None if training_acceptance is None else tuple(training_acceptance),
+    )
+
+
+def _evaluate_set(
+    name: str,
+    prompts: Sequence[Tensor],
+    target: HFTarget,
+    draft: Eagle3Draft,
+    untrained: Eagle3Draft | None,
+    *,
+    depth: int,
+    max_new_tokens: int,
+    bar: tqdm,
+) -> SetReport:
+    """Every arm on the prompts of one set."""
+    trained, baseline, ties, different = [], [], 0, []
+    for index, ids in enumerate(prompts):
+        prompt = Prompt(target, ids, max_new_tokens=max_new_tokens)
+        own = prompt.greedy()
+        trained.append(prompt.speculate(draft, depth=depth))
+        if untrained is not None:
+            baseline.append(prompt.speculate(untrained, depth=depth, recording=own))
+        at = first_difference(trained[-1].tokens, own.tokens)
+        if at is not None and at < len(own.gaps) and own.gaps[at] <= NEAR_TIE:
+            ties += 1
+        elif at is not None:
+            different.append(index)
+        bar.set_postfix_str(f"{name}, {len(own.tokens)} tokens", refresh=False)
+        bar.update()
+    return SetReport(
+        name=name,
+        prompts=len(prompts),
+        prompt_tokens=sum(map(len, prompts)),
+        trained=_arm(trained),
+        untrained=_arm(baseline) if baseline else None,
+        equal=len(prompts) - len(different),
+        near_ties=ties,
+        different=tuple(different),
     )
 
 

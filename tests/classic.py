@@ -142,6 +142,15 @@ def loss_rows(mask, cu, steps):
     return out
 
 
+def _project(w, shape, aux):
+    if shape.fc_norm:
+        chunks = aux.chunk(3, -1)
+        aux = torch.cat(
+            [_rms(c, w[f"fc_norm.{n}.weight"], shape.eps) for n, c in enumerate(chunks)], -1
+        )
+    return aux @ w["fc.weight"].T
+
+
 def classic_losses(
     params, shape, *, ids, cu, aux, probs, in_vocab, rows, steps, dtype=torch.float32
 ):
@@ -150,7 +159,7 @@ def classic_losses(
     params: serving names -> tensors; probs [S, Vd] and in_vocab [S] of the teacher; rows: the
     result of loss_rows; aux [T, A*D].
     """
-    w = {n: p.to(dtype) if p.is_floating_point() else p for n, p in params.items()}
+    w = {n: p.to(dtype) for n, p in params.items()}
     lengths = cu.diff().tolist()
     bounds = list(zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True))
     positions = torch.cat([torch.arange(n) for n in lengths]).to(ids.device)
@@ -160,13 +169,7 @@ def classic_losses(
         torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
     )
     scale = shape.head_dim**-0.5
-    aux = aux.to(dtype)
-    if shape.fc_norm:
-        chunks = aux.chunk(3, -1)
-        aux = torch.cat(
-            [_rms(c, w[f"fc_norm.{n}.weight"], shape.eps) for n, c in enumerate(chunks)], -1
-        )
-    hidden = aux @ w["fc.weight"].T
+    hidden = _project(w, shape, aux.to(dtype))
     layer = "midlayer."
     own_k, own_v, losses = [], [], []
     index = torch.arange(ids.shape[0], device=ids.device)

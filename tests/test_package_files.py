@@ -5,6 +5,7 @@ tracked file, a contract name that is no longer importable, a draft config or a 
 loading or carries a key the serving engines do not know, a recipe with an unexplained key.
 """
 
+import ast
 import json
 import re
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 400
+MAX_FUNCTION_LINES = 60
 
 # The keys serving engines read; a config that lacks one is completed by a silent wrong default.
 REQUIRED_KEYS = set(
@@ -61,6 +63,26 @@ def test_source_files_stay_short():
         and (lines := len(path.read_text(encoding="utf-8").splitlines())) >= MAX_LINES
     }
     assert long == {}, f"files of {MAX_LINES} lines or more: split them by idea: {long}"
+
+
+def long_functions(source: str) -> list[str]:
+    """`name length` of every function above MAX_FUNCTION_LINES."""
+    return [
+        f"{node.name} {node.end_lineno - node.lineno + 1}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef)
+        and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+
+
+def test_functions_stay_short():
+    found = {
+        str(p): names
+        for p in tracked_files()
+        if p.suffix == ".py" and (names := long_functions((ROOT / p).read_text("utf-8")))
+    }
+    assert found == {}
+    assert long_functions("def f():\n" + "    x = 1\n" * 60) == ["f 61"]
 
 
 def test_no_private_path_in_tracked_files():

@@ -80,15 +80,7 @@ def regenerate(
         if value < 1:
             raise ValueError(f"{key} is {value}, expected at least 1")
     report = RegenerateReport()
-    conversations = []
-    for path in paths:
-        for item in read_conversations(path):
-            bad = isinstance(item, BadRow)
-            (report.bad_rows if bad else conversations).append(item)
-    if not conversations:
-        reasons = "; ".join(map(str, report.bad_rows[:3]))
-        raise ValueError(f"nothing to answer in {[str(p) for p in paths]} ({reasons or 'empty'})")
-
+    conversations = _read_all(paths, report)
     out = Path(out_path)
     settings = f"{target_path}|{max_new_tokens}|{max_length}|{dtype}"
     ids = [request_id(conversation, settings) for conversation in conversations]
@@ -111,6 +103,22 @@ def regenerate(
     report.dropped = Counter(row["dropped"] for row in rows if "dropped" in row)
     report.written = len(rows) - report.dropped.total()
     return report
+
+
+def _read_all(paths: Iterable[str | Path], report: RegenerateReport) -> list[Conversation]:
+    """The conversations of all files; bad rows go to the report."""
+    paths = list(paths)
+    conversations: list[Conversation] = []
+    for path in paths:
+        for item in read_conversations(path):
+            if isinstance(item, BadRow):
+                report.bad_rows.append(item)
+            else:
+                conversations.append(item)
+    if not conversations:
+        reasons = "; ".join(map(str, report.bad_rows[:3]))
+        raise ValueError(f"nothing to answer in {[str(p) for p in paths]} ({reasons or 'empty'})")
+    return conversations
 
 
 def request_id(conversation: Conversation, settings: str) -> str:

@@ -10,6 +10,7 @@ Letters: K ttt_length.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,22 +105,9 @@ def train(
     Raises ValueError for a checkpoint of another run and for a loss that is not finite.
     """
     options = config.train
-    schedule = Schedule(
-        lengths=tuple(lengths),
-        tokens_per_batch=config.data.tokens_per_batch,
-        seed=options.seed,
-        epochs=options.epochs,
-        world_size=world.size,
-        accumulate=options.accumulate,
-        max_steps=options.max_steps,
-    )
-    loader = BatchLoader(
-        documents,
-        schedule,
-        plan_settings(config, model),
-        rank=world.rank,
-        num_workers=config.data.num_workers,
-    )
+    schedule = _schedule(config, lengths, world)
+    plan, workers = plan_settings(config, model), config.data.num_workers
+    loader = BatchLoader(documents, schedule, plan, rank=world.rank, num_workers=workers)
     optimizer = build_optimizer(model, weight_decay=options.weight_decay)
     keep = _Keeper(config, model, optimizer, world, identity, provenance)
     done = keep.resume()
@@ -127,8 +115,6 @@ def train(
     if done >= total:
         logger.info("nothing left to train: %d of %d steps are done", done, total)
         return TrainSummary(done, keep.skipped, None)
-
-    settings = step_settings(config)
     log = JsonLines(config.output_dir / "metrics.jsonl", resume_step=done, write=world.is_main)
     bar = Progress(total=total, done=done, show=world.is_main)
     clock = Throughput(world)
@@ -137,33 +123,20 @@ def train(
         counts = count_step(batches, ttt_length=config.loss.ttt_length, world=world)
         clock.add(counts)
         rate = _rate(config, step - 1, total)
-        results, norm = [], None
+        results, norm = list[StepResult](), None
         if counts.has_loss:
-            denominators = _denominators(counts, config.loss.loss_denominator)
-            for batch in batches:
-                results.append(
-                    ttt_step(
-                        model,
-                        batch,
-                        teacher=teacher,
-                        denominators=denominators,
-                        settings=settings,
-                    )
-                )
+            results = _run_micro_batches(config, model, teacher, batches, counts)
             sum_gradients(model.parameters(), world)
-            norm = clip_gradients(model, options.max_grad_norm)
+            norm = float(clip_gradients(model, options.max_grad_norm))
             _refuse_non_finite(norm, step, batches)
-            set_learning_rate(optimizer, rate)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
+            _update(optimizer, rate)
         else:
             keep.skipped += 1  # no rank has a supervised row: no weight may move, decay neither
         if step % options.log_every == 0 or step == total:
-            sums = _sum_results(results, config.loss.ttt_length, world)
             row = {"step": step, "epoch": schedule.epoch_of(step - 1), "lr": rate}
+            sums = _sum_results(results, config.loss.ttt_length, world)
             row |= metrics_row(sums, counts, decay=config.loss.loss_decay)
-            row |= {"grad_norm": None if norm is None else float(norm)}
-            row |= {"skipped_steps": keep.skipped, **clock.read()}
+            row |= {"grad_norm": norm, "skipped_steps": keep.skipped, **clock.read()}
             log.write(row)
         bar.update(row)
         if step == total or (options.save_every and step % options.save_every == 0):
@@ -171,6 +144,34 @@ def train(
     bar.close()
     log.close()
     return TrainSummary(total, keep.skipped, row)
+
+
+def _schedule(config: Config, lengths: Sequence[int], world: World) -> Schedule:
+    return Schedule(
+        lengths=tuple(lengths),
+        tokens_per_batch=config.data.tokens_per_batch,
+        seed=config.train.seed,
+        epochs=config.train.epochs,
+        world_size=world.size,
+        accumulate=config.train.accumulate,
+        max_steps=config.train.max_steps,
+    )
+
+
+def _run_micro_batches(
+    config: Config,
+    model: Eagle3Draft,
+    teacher: Teacher,
+    batches: Sequence[Batch],
+    counts: StepCounts,
+) -> list[StepResult]:
+    """Adds this rank's gradients of one optimizer step."""
+    denominators = _denominators(counts, config.loss.loss_denominator)
+    settings = step_settings(config)
+    return [
+        ttt_step(model, batch, teacher=teacher, denominators=denominators, settings=settings)
+        for batch in batches
+    ]
 
 
 def _rate(config: Config, step: int, total: int) -> float:
@@ -181,6 +182,12 @@ def _rate(config: Config, step: int, total: int) -> float:
         warmup_ratio=config.train.warmup_ratio,
         min_ratio=config.train.min_lr_ratio,
     )
+
+
+def _update(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    set_learning_rate(optimizer, rate)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
 
 
 def _denominators(counts: StepCounts, kind: str) -> Tensor:
@@ -199,9 +206,9 @@ def _sum_results(results: Sequence[StepResult], ttt_length: int, world: World) -
     return world.sum(sums).cpu()
 
 
-def _refuse_non_finite(norm: Tensor, step: int, batches: Sequence[Batch]) -> None:
+def _refuse_non_finite(norm: float, step: int, batches: Sequence[Batch]) -> None:
     """Every rank holds the same norm, so every rank stops here or none does."""
-    if not bool(torch.isfinite(norm)):
+    if not math.isfinite(norm):
         names = ", ".join(d[:12] for batch in batches for d in batch.doc_ids)
         raise ValueError(
             f"the gradient of step {step} is not finite: lower --learning-rate, or look for a bad "
