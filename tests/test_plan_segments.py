@@ -17,9 +17,10 @@ BIG = 10**9
 THRESHOLDS = [
     {"group_gap": 0},
     {},
-    {"group_gap": BIG, "max_group": BIG},
+    {"group_gap": BIG, "group_rows": BIG, "max_group": BIG},
     {"group_gap": 3, "max_group": 5},
     {"group_gap": BIG, "max_group": 1},
+    {"group_gap": BIG, "group_rows": 3},
 ]
 
 
@@ -87,7 +88,7 @@ def test_segments_tile_the_rows_and_respect_the_cap(options):
                     assert segment.k_lo <= segment.k_mid < segment.k_hi
                     edges.append(segment.q1)
                     if segment.mask is not None:
-                        assert segment.k_hi - segment.k_mid <= options.get("max_group", 256)
+                        assert segment.k_hi - segment.k_mid <= options.get("max_group", 2048)
                 assert edges[-1] == step.rows.numel()
 
 
@@ -174,6 +175,11 @@ def test_isolated_points_are_batched():
     assert len(chunk.steps[0].segments) == 17
     (chunk,) = plan_chunks(build_trim_pack(mask, 1), group_gap=0)
     assert len(chunk.steps[0].segments) == 100
+    # Ten points fill a group; the last runs of several rows may exceed it by their own length.
+    (chunk,) = plan_chunks(build_trim_pack(mask, 1), group_rows=10)
+    assert [s.q1 - s.q0 for s in chunk.steps[0].segments] == [10] * 10
+    (chunk,) = plan_chunks(build_trim_pack(mask, 3), group_rows=10)
+    assert {s.q1 - s.q0 for s in chunk.steps[0].segments} == {12}
 
 
 def test_a_group_ends_with_its_document():
@@ -212,7 +218,9 @@ def test_chunk_moves_as_a_whole():
     assert last.segments[0].mask is None or last.segments[0].mask.is_meta
 
 
-@pytest.mark.parametrize("options", [{"chunk_rows": 0}, {"group_gap": -1}, {"max_group": 0}])
+@pytest.mark.parametrize(
+    "options", [{"chunk_rows": 0}, {"group_gap": -1}, {"group_rows": 0}, {"max_group": 0}]
+)
 def test_bad_sizes_are_named(options):
     pack = build_trim_pack([0, 1], 2)
     (name,) = options

@@ -128,7 +128,7 @@ def make_batch(
     *,
     chunk_rows: int = 1024,
     group_gap: int = 32,
-    max_group: int = 256,
+    max_group: int = 2048,
     dtype: torch.dtype = torch.float64,
     loss_weights: tuple[torch.Tensor, ...] | None = None,
 ) -> SimpleNamespace:

@@ -21,7 +21,8 @@ from specforge_trim.plan.rows import check_integer
 
 CHUNK_ROWS = 1024
 GROUP_GAP = 32
-MAX_GROUP = 256
+GROUP_ROWS = 64
+MAX_GROUP = 2048
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -104,29 +105,34 @@ def plan_chunks(
     *,
     chunk_rows: int = CHUNK_ROWS,
     group_gap: int = GROUP_GAP,
+    group_rows: int = GROUP_ROWS,
     max_group: int = MAX_GROUP,
 ) -> tuple[RowChunk, ...]:
     """Cut a pack into row chunks of near-equal size, and each chunk step into segments.
 
     Rows of a document that follow one another form a run. A run of at least group_gap rows is a
-    segment of its own; shorter neighbours share one as long as its local block stays within
-    max_group keys. A segment never spans documents; a chunk may.
+    segment of its own. Shorter neighbours share one until it has group_rows rows, since a call
+    costs about as much for 1 row as for 64, or its local block would exceed max_group keys, half
+    of which are masked work. A segment never spans documents; a chunk may.
 
     Args:
         pack: the row sets.
         chunk_rows: most rows of step 0 in a chunk; sets peak activation memory.
         group_gap: runs of fewer rows are grouped; 0 = every run on its own.
+        group_rows: a group takes no further run once it has so many rows.
         max_group: most keys of a group's local block.
 
     Returns:
         Chunks in ascending order; () for a pack without rows.
 
     Raises:
-        ValueError: a size below its least value (1, 0, 1).
+        ValueError: a size below its least value (1, 0, 1, 1).
     """
     check_integer(chunk_rows, name="chunk_rows", low=1)
     check_integer(group_gap, name="group_gap", low=0)
+    check_integer(group_rows, name="group_rows", low=1)
     check_integer(max_group, name="max_group", low=1)
+    limits = _GroupLimits(group_gap, group_rows, max_group)
     first = pack.steps[0]
     if first.is_dead:
         return ()
@@ -139,9 +145,7 @@ def plan_chunks(
     teachers = _teacher_slices(pack, lows, highs)
     splits = [_RowSplit.of(step, edges) for step in pack.steps if not step.is_dead]
     starts = torch.tensor([a for a, _ in teachers])
-    parts = [
-        _chunk_steps(i, pack, splits, starts, group_gap, max_group) for i in range(len(splits))
-    ]
+    parts = [_chunk_steps(i, pack, splits, starts, limits) for i in range(len(splits))]
     return tuple(
         RowChunk(
             lo=lows[c],
@@ -162,6 +166,15 @@ def as_slice(index: Tensor) -> slice | None:
         return slice(0, 0)
     first, last = int(index[0]), int(index[-1])
     return slice(first, last + 1) if last - first + 1 == index.numel() else None
+
+
+@dataclass(frozen=True)
+class _GroupLimits:
+    """See plan_chunks: shortest run of its own, rows that fill a group, most keys of a group."""
+
+    gap: int
+    rows: int
+    keys: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,8 +213,7 @@ def _chunk_steps(
     pack: TrimPack,
     splits: Sequence[_RowSplit],
     teacher_starts: Tensor,
-    group_gap: int,
-    max_group: int,
+    limits: _GroupLimits,
 ) -> list[ChunkStep | None]:
     """Step i's part of every chunk; None where the chunk has no rows at this step.
 
@@ -224,7 +236,7 @@ def _chunk_steps(
         local(index, splits[j].row_edges[:-1], sizes)
         for j, index in enumerate(step.diagonal_index, start=1)
     ]
-    segments = _segments(step.rows, split.row_edges, pack.cu_seqlens, group_gap, max_group)
+    segments = _segments(step.rows, split.row_edges, pack.cu_seqlens, limits)
     row_slices = list(pairwise(split.row_edges.tolist()))
     loss_slices = list(pairwise(split.loss_edges.tolist()))
     return [
@@ -245,7 +257,7 @@ def _chunk_steps(
 
 
 def _segments(
-    rows: Tensor, row_edges: Tensor, bounds: Tensor, group_gap: int, max_group: int
+    rows: Tensor, row_edges: Tensor, bounds: Tensor, limits: _GroupLimits
 ) -> list[tuple[Segment, ...]]:
     """Segments of one step, a tuple for every chunk. Loops over segments, never over rows."""
     rows_np, edges = rows.numpy(), row_edges.numpy()
@@ -254,7 +266,7 @@ def _segments(
     begin = np.unique(np.concatenate([[0], breaks, doc_edges, edges]))
     begin = begin[begin < len(rows_np)]  # each run's first index into rows
     end = np.append(begin[1:], len(rows_np))
-    heads = _group_heads(rows_np, begin, end, doc_edges, edges, group_gap, max_group)
+    heads = _group_heads(rows_np, begin, end, doc_edges, edges, limits)
     q0, runs = begin[heads], np.diff(np.append(heads, len(begin)))
     q1 = np.append(q0[1:], len(rows_np))
     k_mid, k_hi = rows_np[q0], rows_np[q1 - 1] + 1
@@ -273,14 +285,14 @@ def _segments(
     return [tuple(flat[a:b]) for a, b in pairwise(cuts)]
 
 
-def _group_heads(rows, begin, end, doc_edges, chunk_edges, group_gap: int, max_group: int):
+def _group_heads(rows, begin, end, doc_edges, chunk_edges, limits: _GroupLimits):
     """Index of the first run of every group, for runs [begin, end) of `rows` indices.
 
-    A group grows over short runs until its key span exceeds max_group or a document, a chunk or
-    a long run ends it.
+    A group grows over short runs until it is full, its key span would exceed the limit, or a
+    document, a chunk or a long run ends it.
     """
     num_runs = len(begin)
-    long = end - begin >= group_gap
+    long = end - begin >= limits.gap
     if long.all():
         return np.arange(num_runs)
     opens = long | np.isin(begin, doc_edges) | np.isin(begin, chunk_edges)
@@ -288,7 +300,8 @@ def _group_heads(rows, begin, end, doc_edges, chunk_edges, group_gap: int, max_g
     region = np.cumsum(opens)
     limit = np.searchsorted(region, region, side="right")
     first, last = rows[begin], rows[end - 1] + 1
-    after = np.minimum(limit, np.searchsorted(last, first + max_group, side="right"))
+    after = np.minimum(limit, np.searchsorted(last, first + limits.keys, side="right"))
+    after = np.minimum(after, np.searchsorted(end, begin + limits.rows) + 1)
     after = np.maximum(after, np.arange(1, num_runs + 1)).tolist()
     heads, run = [], 0
     while run < num_runs:
