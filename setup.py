@@ -39,6 +39,7 @@ setup(
             "types-tqdm",
         ],
         "quickstart": ["gguf>=0.10", "accelerate>=1.0"],
+        "bench": ["matplotlib>=3.8"],
     },
     entry_points={"console_scripts": ["specforge-trim = specforge_trim.cli:main"]},
     classifiers=[

@@ -1,0 +1,136 @@
+"""Tables and pictures of benchmarks/results/*.jsonl, as benchmarks/RESULTS.md.
+
+    python benchmarks/report.py
+
+Rows are what the benchmark scripts wrote; nothing is measured here. Needs the extra `bench`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+
+
+def read(name: str) -> list[dict]:
+    path = RESULTS / name
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def spread(row: dict, arm: str) -> str:
+    if arm not in row:
+        return ""
+    low, high = row[arm + " spread"]
+    return f"{row[arm]:.3f} ({low:.3f}-{high:.3f})"
+
+
+def step_table(rows: list[dict]) -> str:
+    header = "size layout tokens density ours floor".split()
+    header += ["step 0 full", "A/A", "classic s", "of matmul rate"]
+    return table(
+        header,
+        [
+            [
+                r["size"], r["layout"], f"{r['tokens']:,}", f"{r['density']:.0%}",
+                spread(r, "ours"), f"{r['floor']:.3f}", spread(r, "step 0 full"),
+                spread(r, "classic again"), f"{r['classic_seconds']:.1f}",
+                f"{r['classic_rate_of_matmul']:.0%}",
+            ]
+            for r in rows
+        ],
+    )  # fmt: skip
+
+
+def memory_table(rows: list[dict]) -> str:
+    header = "size layout tokens density arm".split() + ["rows a chunk", "peak MB", "KB/token"]
+    return table(
+        header,
+        [
+            [
+                r["size"], r["layout"], f"{r['tokens']:,}", f"{r['density']:.0%}", r["arm"],
+                str(r["chunk_rows"]) if r["arm"] != "classic" else "",
+                f"{r['peak_bytes'] / 1e6:,.0f}", f"{r['bytes_per_token'] / 1e3:.2f}",
+            ]
+            for r in rows
+        ],
+    )  # fmt: skip
+
+
+def arms_table(rows: list[dict]) -> str:
+    header = ["arm", "s/step", "vs loss only", "kept FLOPs", "peak MB", "worst loss difference"]
+    return table(
+        header,
+        [
+            [
+                r["arm"], f"{r['seconds_per_step']:.2f}", f"{r['relative_to_loss_only']:.2f}",
+                f"{r['kept_flops']:.1%}", f"{r['peak_mb']:,.0f}",
+                f"{r['worst_loss_difference']:.1e}",
+            ]
+            for r in rows
+        ],
+    )  # fmt: skip
+
+
+def plot_steps(rows: list[dict], path: Path) -> None:
+    """Relative step time over density at the longest context with all arms."""
+    rows = [r for r in rows if r["size"] == "prototype" and r["layout"] == "blocks"]
+    tokens = max(r["tokens"] for r in rows)
+    rows = sorted((r for r in rows if r["tokens"] == tokens), key=lambda r: r["density"])
+    figure, axes = plt.subplots(figsize=(6, 4))
+    density = [r["density"] for r in rows]
+    styles = {"ours": "o-", "step 0 full": "s--"}
+    for arm, style in styles.items():
+        points = [(r["density"], r[arm]) for r in rows if arm in r]
+        axes.plot(*zip(*points, strict=True), style, label=arm)
+    axes.plot(density, [r["floor"] for r in rows], "k:", label="floor (FLOPs)")
+    axes.axhline(1.0, color="gray", linewidth=0.8)
+    axes.set(
+        xlabel="share of rows with loss", ylabel="step time / classic unroll",
+        title=f"{tokens:,} tokens, 16 blocks, K = 7", xscale="log", yscale="log",
+    )  # fmt: skip
+    ticks = [0.02, 0.05, 0.1, 0.2, 0.5, 1.0]
+    axes.set_xticks(ticks, [f"{x:.0%}" for x in ticks])
+    axes.set_yticks(ticks, [f"{x:g}" for x in ticks])
+    axes.minorticks_off()
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+SECTIONS = (
+    ("Step time", "step.jsonl", step_table, "python benchmarks/bench_step.py"),
+    ("Peak memory of a step", "memory.jsonl", memory_table, "python benchmarks/bench_memory.py"),
+    ("Three arms of the command", "arms.jsonl", arms_table, "python benchmarks/bench_arms.py"),
+)
+
+
+def main() -> None:
+    notes = (RESULTS / "NOTES.md").read_text(encoding="utf-8")
+    parts = [notes.strip()]
+    for title, name, make, command in SECTIONS:
+        rows = read(name)
+        if rows:
+            parts.append(f"## {title}\n\n`{command}`\n\n{make(rows)}")
+    steps = read("step.jsonl")
+    if steps:
+        plot_steps(steps, RESULTS / "step.png")
+        parts.insert(2, "![step time over density](results/step.png)")
+    (HERE / "RESULTS.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
