@@ -85,6 +85,37 @@ def arms_table(rows: list[dict]) -> str:
     )  # fmt: skip
 
 
+def guard_table(rows: list[dict]) -> str:
+    header = ["backend", "tokens", "density", "rows kept", "trimmed/dense", "guarded/dense"]
+    header += ["INFO lines"]
+    return table(
+        header,
+        [
+            [
+                r["backend"], f"{r['tokens']:,}", f"{r['density']:.0%}", f"{r['kept']:.2f}",
+                spread(r, "trimmed"), spread(r, "guarded"), str(r["refusals_logged"]),
+            ]
+            for r in rows
+        ],
+    )  # fmt: skip
+
+
+def plot_guard(rows: list[dict], path: Path) -> None:
+    """Trimmed against dense per backend: where a curve meets 1, trimming stops paying."""
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for backend in dict.fromkeys(r["backend"] for r in rows):
+        points = [(r["kept"], r["trimmed"]) for r in rows if r["backend"] == backend]
+        axes.plot(*zip(*points, strict=True), "o-", label=backend)
+    axes.axhline(1.0, color="gray", linewidth=0.8)
+    axes.set(
+        xlabel="share of rows kept at steps after the first", ylabel="trimmed / dense step time",
+        title="break-even of trimming per backend", ylim=(0, 1.2),
+    )  # fmt: skip
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
 def plot_steps(rows: list[dict], path: Path) -> None:
     """Relative step time over density at the longest context with all arms."""
     rows = [r for r in rows if r["size"] == "prototype" and r["layout"] == "blocks"]
@@ -114,6 +145,7 @@ def plot_steps(rows: list[dict], path: Path) -> None:
 SECTIONS = (
     ("Step time", "step.jsonl", step_table, "python benchmarks/bench_step.py"),
     ("Peak memory of a step", "memory.jsonl", memory_table, "python benchmarks/bench_memory.py"),
+    ("Guard and break-even", "guard.jsonl", guard_table, "python benchmarks/bench_guard.py"),
     ("Three arms of the command", "arms.jsonl", arms_table, "python benchmarks/bench_arms.py"),
 )
 
@@ -129,6 +161,10 @@ def main() -> None:
     if steps:
         plot_steps(steps, RESULTS / "step.png")
         parts.insert(2, "![step time over density](results/step.png)")
+    guard = read("guard.jsonl")
+    if guard:
+        plot_guard(guard, RESULTS / "guard.png")
+        parts.append("![trimmed against dense per backend](results/guard.png)")
     (HERE / "RESULTS.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
