@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--density", type=float, nargs="+", default=[0.02, 0.08, 0.25, 0.40, 1.0])
     parser.add_argument("--backend", choices=("sdpa", "fa"), default="sdpa")
-    parser.add_argument("--chunk-rows", type=int, default=2048)
+    parser.add_argument("--chunk-rows", type=int, help="default: as the trainer chooses")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", help="append rows to this JSON lines file")
     args = parser.parse_args()

@@ -68,7 +68,8 @@ def anonymous(pid: int) -> int:
 def measure(args: argparse.Namespace, arm: str, density: float, features: str | None) -> dict:
     command = [sys.executable, __file__, "--child", "--arms", arm, "--density", str(density)]
     command += ["--tokens", str(args.tokens), "--size", args.size, "--layout", args.layout]
-    command += ["--chunk-rows", str(args.chunk_rows)]
+    if args.chunk_rows:
+        command += ["--chunk-rows", str(args.chunk_rows)]
     if features:
         command += ["--on-disk", features]
     process = subprocess.Popen(
@@ -97,7 +98,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--density", type=float, nargs="+", default=[1.0])
     parser.add_argument("--layout", default="blocks")
-    parser.add_argument("--chunk-rows", type=int, default=1024)
+    parser.add_argument("--chunk-rows", type=int, help="default: as the trainer chooses")
     parser.add_argument("--arms", nargs="+", default=["classic", "ours"])
     parser.add_argument("--on-disk", nargs="?", const="", help="features in a mapped file")
     parser.add_argument("--out", help="append rows to this JSON lines file")

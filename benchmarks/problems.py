@@ -19,6 +19,7 @@ from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.model.draft_config import DraftConfig
 from specforge_trim.objective.teacher import TeacherTable
 from specforge_trim.plan.cost import PackCost, pack_cost
+from specforge_trim.plan.memory import DEFAULT_ROW_MEMORY_MB, chunk_rows_for
 from specforge_trim.plan.pack import TrimPack
 from specforge_trim.plan.segments import plan_chunks
 from specforge_trim.train.stages import StepSettings, ttt_step
@@ -163,8 +164,21 @@ def step_zero_full(pack: TrimPack) -> TrimPack:
     )
 
 
-def our_step(problem: Problem, pack: TrimPack, *, chunk_rows: int = 1024) -> Callable[[], Tensor]:
-    """One training step of the package on a pack; returns loss sums per TTT step."""
+def our_step(
+    problem: Problem, pack: TrimPack, *, chunk_rows: int | None = None
+) -> Callable[[], Tensor]:
+    """One training step of the package on a pack; returns loss sums per TTT step.
+
+    chunk_rows: None = what the trainer takes by default on this device.
+    """
+    device = problem.ids.device.type
+    if chunk_rows is None:
+        chunk_rows = chunk_rows_for(
+            problem.model.config.dims,
+            STEPS,
+            itemsize=problem.settings.compute_dtype.itemsize,
+            budget=DEFAULT_ROW_MEMORY_MB[device] << 20,
+        )
     batch = SimpleNamespace(
         input_ids=problem.ids,
         position_ids=torch.arange(problem.tokens),

@@ -62,7 +62,7 @@ def memory_table(rows: list[dict]) -> str:
         [
             [
                 r["size"], r["layout"], f"{r['tokens']:,}", f"{r['density']:.0%}", r["arm"],
-                str(r["chunk_rows"]) if r["arm"] != "classic" else "",
+                str(r["chunk_rows"] or "default") if r["arm"] != "classic" else "",
                 f"{r['peak_bytes'] / 1e6:,.0f}", f"{r['bytes_per_token'] / 1e3:.2f}",
             ]
             for r in rows

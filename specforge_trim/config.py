@@ -161,9 +161,10 @@ class AttentionConfig:
         "row_memory_mb allows",
         at_least=1,
     )
-    row_memory_mb: int = option(
-        1024,
-        "MB for the activations of one row chunk over all steps, when chunk_rows is none",
+    row_memory_mb: int | None = option(
+        None,
+        "MB for the activations of one row chunk over all steps, when chunk_rows is none; "
+        "none = 256 on a CPU, 4096 on a GPU",
         at_least=1,
     )
     max_keys_per_call: int | None = option(

@@ -12,6 +12,8 @@ from specforge_trim.plan.cost import DraftDims
 from specforge_trim.plan.rows import check_integer
 
 MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 32, 8192
+# A CPU is as fast with a few hundred rows; a GPU wants thousands.
+DEFAULT_ROW_MEMORY_MB = {"cpu": 256, "cuda": 4096}
 
 
 def row_bytes(dims: DraftDims, ttt_length: int, *, itemsize: int) -> int:

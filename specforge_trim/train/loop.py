@@ -22,7 +22,7 @@ from specforge_trim.config import Config
 from specforge_trim.distributed import World, sum_gradients
 from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.objective.teacher import Teacher
-from specforge_trim.plan.memory import chunk_rows_for
+from specforge_trim.plan.memory import DEFAULT_ROW_MEMORY_MB, chunk_rows_for
 from specforge_trim.train import checkpoint as checkpoints
 from specforge_trim.train.batch import Batch, BatchLoader, Documents, PlanSettings, Schedule
 from specforge_trim.train.metrics import StepCounts, Throughput, count_step, metrics_row
@@ -64,11 +64,14 @@ def plan_settings(config: Config, model: Eagle3Draft) -> PlanSettings:
 def _chunk_rows(config: Config, model: Eagle3Draft) -> int:
     if config.attention.chunk_rows is not None:
         return config.attention.chunk_rows
+    megabytes = config.attention.row_memory_mb
+    if megabytes is None:
+        megabytes = DEFAULT_ROW_MEMORY_MB[model.fc.weight.device.type]
     return chunk_rows_for(
         model.config.dims,
         config.loss.ttt_length,
         itemsize=getattr(torch, config.train.dtype).itemsize,
-        budget=config.attention.row_memory_mb << 20,
+        budget=megabytes << 20,
     )
 
 
