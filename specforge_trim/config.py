@@ -168,8 +168,8 @@ class AttentionConfig:
         at_least=1,
     )
     max_keys_per_call: int | None = option(
-        None,
-        "most context tokens of one attention kernel call; caps flash-attn's working space on "
+        65536,
+        "most context tokens of one attention kernel call; caps the kernels' working space on "
         "long contexts; none = no limit",
         at_least=1,
     )

@@ -49,7 +49,7 @@ class StepSettings:
     """
 
     backend: Literal["reference", "sdpa", "fa"] = "sdpa"
-    max_keys: int | None = None
+    max_keys: int | None = 65536
     decay: float = 0.8
     compute_dtype: torch.dtype = torch.float32
     context_chunk: int = 4096
