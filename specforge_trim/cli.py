@@ -30,6 +30,8 @@ Command = Callable[[Sequence[str]], None]
 
 def guarded(command: Command, argv: Sequence[str]) -> int:
     """Runs a command; returns its exit code.  0 done, 2 something to correct, 130 interrupted."""
+    from safetensors import SafetensorError
+
     from specforge_trim.distributed import PeerFailed, PeerLost
 
     rank = int(os.environ.get("RANK", 0))
@@ -45,6 +47,9 @@ def guarded(command: Command, argv: Sequence[str]) -> int:
         return 2
     except (ValueError, OSError, PeerLost) as error:
         print(f"error{where}: {error}", file=sys.stderr)
+        return 2
+    except SafetensorError as error:
+        print(f"error{where}: a safetensors file is damaged or cut off: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         if rank == 0:

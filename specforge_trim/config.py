@@ -93,7 +93,10 @@ class LossConfig:
     """Training-time test: what is predicted, and how it is weighted."""
 
     ttt_length: int = option(
-        7, "training-time-test steps K; step i trains the draft's (i+1)-th token", at_least=1
+        7,
+        "training-time-test steps K; step i trains the draft's (i+1)-th token",
+        at_least=1,
+        at_most=64,
     )
     loss_alignment: str = option(
         "served",
@@ -183,7 +186,7 @@ class TrainConfig:
     """Optimisation, logging and checkpoints."""
 
     output_dir: str = option("runs/draft", "folder for metrics, checkpoints and the export")
-    epochs: int = option(1, "passes over the training data", at_least=1)
+    epochs: int = option(1, "passes over the training data", at_least=1, at_most=1000)
     max_steps: int | None = option(
         None, "optimizer steps after which training ends early; none = all epochs", at_least=1
     )
@@ -203,7 +206,9 @@ class TrainConfig:
     device: str = option(
         "auto", "where to train: auto = cuda if there is one", choices=("auto", "cpu", "cuda")
     )
-    seed: int = option(0, "seeds initial weights and the order of the data", at_least=0)
+    seed: int = option(
+        0, "seeds initial weights and the order of the data", at_least=0, at_most=2**63 - 1
+    )
     save_every: int = option(
         200, "optimizer steps between checkpoints; 0 = only at the end", at_least=0
     )
@@ -281,6 +286,12 @@ def _check_pairs(config: Config) -> None:
                 "attention_backend = 'fa' needs the package flash-attn, which is not installed: "
                 "install the extra 'flash' or use --attention-backend sdpa"
             )
+    for key, folder in (
+        ("output_dir", config.train.output_dir), ("cache_dir", config.data.cache_dir)
+    ):  # fmt: skip
+        path = Path(folder).expanduser()
+        if not folder.strip() or (path.exists() and not path.is_dir()):
+            raise ConfigError(f"{key} = {folder!r}, expected a folder or a name for a new one")
     if aux is not None and (not aux or list(aux) != sorted(set(aux))):
         raise ConfigError(f"aux_layers = {list(aux)}, expected ascending, distinct layer ids")
     if config.model.draft_config is not None and not Path(config.model.draft_config).is_file():

@@ -183,6 +183,8 @@ def read_yaml(path: str | Path, config_class: type) -> dict[str, Any]:
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"--config {path}: not valid YAML: {reason}") from None
+    except (ValueError, RecursionError) as error:  # a date that does not exist; nesting too deep
+        raise ConfigError(f"--config {path}: not readable as YAML: {error}") from None
     if not isinstance(data or {}, dict):
         raise ConfigError(f"--config {path}: expected sections with keys, got {data!r:.60}")
 

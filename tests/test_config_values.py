@@ -125,6 +125,11 @@ def test_config_bad_files_name_key_and_file(recipe, text, words):
         (["--aux-layers", "1", "1"], ["aux_layers", "distinct"]),
         (["--draft-config", "no.json"], ["no.json", "no such file"]),
         (["--seed"], ["--seed"]),
+        (["--seed", str(10**26)], ["seed", "at most"]),
+        (["--ttt-length", "1000000"], ["ttt_length", "at most 64"]),
+        (["--epochs", "1000000000"], ["epochs", "at most 1000"]),
+        (["--output-dir", ""], ["output_dir", "expected a folder"]),
+        (["--output-dir", "/dev/null"], ["output_dir", "/dev/null", "expected a folder"]),
     ],
 )
 def test_config_wrong_flags_name_what_is_wrong(argv, words):

@@ -232,6 +232,24 @@ def test_negative_control_part_own_lse_shows_in_gradients_only(monkeypatch):
     assert float(error) > 1e-3, error
 
 
+def test_negative_control_unshifted_mask():
+    """The loss mask itself as row mask trains other rows than the served alignment does."""
+    from specforge_trim import row_mask
+
+    loss_mask = torch.tensor([0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1, 0])
+    # Row t is asked for x_{t+2} after x_{t+1}: both written by the assistant.
+    served = [0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0]
+    assert row_mask(loss_mask).int().tolist() == served
+    case = make_case([served], draft_vocab=32, seed=6)
+    expected = oracle(oracle_model(case), case.docs, steps=case.steps)
+    good, _ = run_step(case, make_batch(case, make_pack(case)))
+    want = torch.tensor(expected.loss_sum, dtype=torch.float64)
+    assert torch.allclose(good.loss, want, rtol=1e-10)
+    case.docs[0].row_mask = loss_mask.tolist()
+    bad, _ = run_step(case, make_batch(case, make_pack(case)))
+    assert float(((bad.loss - want) / want).abs().min()) > 1e-2
+
+
 def test_negative_control_rope_off_by_one():
     case = make_case([MASKS["blocks"]], seed=6)
     batch = make_batch(case, make_pack(case))

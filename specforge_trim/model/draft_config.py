@@ -73,6 +73,7 @@ class DraftConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}: expected a whole number of at least 1")
+        self._check_types()
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size={self.draft_vocab_size} exceeds the target's "
@@ -92,6 +93,24 @@ class DraftConfig:
                 f"aux_layers={list(self.aux_layers)} names {len(self.aux_layers)} layers but "
                 f"num_aux_layers={self.num_aux_layers}"
             )
+
+    def _check_types(self) -> None:
+        """What JSON may hold but the model cannot use."""
+        for name in ("fc_norm", "norm_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected true or false")
+        rope = self.rope_parameters
+        if not isinstance(rope, dict):
+            raise ValueError(f"rope_parameters={rope!r}: expected an object")
+        theta = rope.get("rope_theta", 10000.0)
+        for name, value in (("rms_norm_eps", self.rms_norm_eps), ("rope_theta", theta)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{name}={value!r}: expected a number above 0")
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(self, name)
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            if not all(_is_id(x) for x in ids):
+                raise ValueError(f"{name}={value!r}: expected a token id, or a list of them")
 
     @property
     def dims(self) -> DraftDims:
@@ -120,6 +139,8 @@ class DraftConfig:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
             raise ValueError(f"draft config {path}:{error.lineno}: {error.msg}") from None
+        except (UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"draft config {path}: not readable as UTF-8 JSON: {error}") from None
         if not isinstance(raw, dict):
             raise ValueError(f"draft config {path}: expected a JSON object")
         try:
@@ -148,8 +169,10 @@ class DraftConfig:
             elif key not in known:
                 raise ValueError(f"unknown key {key!r}; known keys: {', '.join(sorted(known))}")
         values.update(raw)
-        if "head_dim" not in values and "hidden_size" in values:
-            values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
+        width, heads = values.get("hidden_size"), values.get("num_attention_heads")
+        if "head_dim" not in values and "num_attention_heads" in values:
+            # A width or head count that cannot be divided is named when all sizes are checked.
+            values["head_dim"] = width // heads if _is_id(width) and _is_id(heads) and heads else 0
         values.setdefault("target_hidden_size", values.get("hidden_size"))
         if values["aux_layers"] is not None:
             values.setdefault("num_aux_layers", len(values["aux_layers"]))
@@ -187,11 +210,25 @@ class DraftConfig:
         return out
 
 
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _pop_object(raw: dict[str, Any], key: str) -> dict[str, Any]:
+    """Removes `key` from raw; its value, {} when absent or null."""
+    value = raw.pop(key, None)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{key}={value!r}: expected an object")
+    return dict(value)
+
+
 def _pop_rope(raw: dict[str, Any]) -> dict[str, Any]:
     """Merge rope_parameters, rope_theta and rope_scaling into one dictionary."""
-    rope = dict(raw.pop("rope_parameters", None) or {})
+    rope = _pop_object(raw, "rope_parameters")
     theta = raw.pop("rope_theta", None)
-    scaling = raw.pop("rope_scaling", None) or {}
+    scaling = _pop_object(raw, "rope_scaling")
     if "type" in scaling and "rope_type" not in scaling:
         scaling = {**scaling, "rope_type": scaling["type"]}
     for key, value in {**scaling, **({} if theta is None else {"rope_theta": theta})}.items():
@@ -207,10 +244,13 @@ def _pop_rope(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _pop_aux_layers(raw: dict[str, Any]) -> tuple[int, ...] | None:
     """Aux layer ids in Hugging Face numbering, from either of the two keys."""
-    eagle = raw.pop("eagle_config", None) or {}
+    eagle = _pop_object(raw, "eagle_config")
     top = raw.pop("eagle_aux_hidden_state_layer_ids", None)
     own = raw.pop("aux_layers", None)
     sglang = eagle.get("eagle_aux_hidden_state_layer_ids")
+    for ids in (top, own, sglang):
+        if ids is not None and not (isinstance(ids, list | tuple) and all(map(_is_id, ids))):
+            raise ValueError(f"aux layer ids {ids!r}: expected a list of layer numbers")
     found = [
         tuple(ids)
         for ids in (top, own, None if sglang is None else [k + 1 for k in sglang])

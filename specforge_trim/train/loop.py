@@ -122,7 +122,7 @@ def train(
     bar = Progress(total=total, done=done, show=world.is_main)
     clock = Throughput(world)
     row: dict[str, Any] | None = None
-    for step, batches in enumerate(loader.steps(done), start=done + 1):
+    for step, batches in enumerate(clock.waiting(loader.steps(done)), start=done + 1):
         counts = count_step(batches, ttt_length=config.loss.ttt_length, world=world)
         clock.add(counts)
         rate = _rate(config, step - 1, total)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from specforge_trim.distributed import World
 from specforge_trim.train.batch import Batch
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -107,12 +109,24 @@ class Throughput:
     def __init__(self, world: World) -> None:
         self._device = world.device
         self._start = self._since = time.perf_counter()
-        self._rows = 0.0
+        self._rows = self._waited = 0.0
         self._steps = 0
 
     def add(self, counts: StepCounts) -> None:
         self._rows += counts.rows
         self._steps += 1
+
+    def waiting(self, batches: Iterable[_Item]) -> Iterator[_Item]:
+        """The same items; the time spent waiting for each is counted."""
+        iterator = iter(batches)
+        while True:
+            start = time.perf_counter()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            self._waited += time.perf_counter() - start
+            yield item
 
     def read(self) -> dict[str, float]:
         """Values since the last call; `time/seconds` counts from the start of this process."""
@@ -122,9 +136,10 @@ class Throughput:
             "perf/tokens_per_second": self._rows / passed,
             "perf/peak_memory_mb": peak_memory_mb(self._device),
             "time/step_seconds": passed / self._steps,
+            "time/loader_wait_seconds": self._waited / self._steps,
             "time/seconds": now - self._start,
         }
-        self._since, self._rows, self._steps = now, 0.0, 0
+        self._since, self._rows, self._steps, self._waited = now, 0.0, 0, 0.0
         return values
 
 
