@@ -209,6 +209,8 @@ def regenerate_command(argv: Sequence[str]) -> None:
     for row in report.bad_rows:
         print(f"  not used {row}")
     distributed.stop(world)
+    if not report.written:
+        raise ValueError(f"no answer is usable, so {arguments.out} is empty: see the counts above")
 
 
 def capture_command(argv: Sequence[str]) -> None:

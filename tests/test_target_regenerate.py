@@ -182,6 +182,16 @@ def test_refusals_are_counted_with_their_reason(tmp_path, target):
     assert [bad.source.rpartition(":")[2] for bad in report.bad_rows] == ["4", "5"]
 
 
+def test_the_input_is_never_overwritten(tmp_path, target, prompts):
+    before = prompts.read_text()
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(prompts)
+    for out in (prompts, link):
+        with pytest.raises(ValueError, match="one of the input files"):
+            run([prompts], out, target)
+    assert prompts.read_text() == before
+
+
 def test_nothing_usable_is_an_error(tmp_path, target):
     path = write(tmp_path / "p.jsonl", [[{"role": "system", "content": "x"}]])
     with pytest.raises(ValueError, match="p.jsonl:1"):

@@ -80,8 +80,10 @@ def regenerate(
         if value < 1:
             raise ValueError(f"{key} is {value}, expected at least 1")
     report = RegenerateReport()
+    out, paths = Path(out_path), list(paths)
+    if out.resolve() in [Path(path).resolve() for path in paths]:
+        raise ValueError(f"--out {out} is one of the input files; name another file to write")
     conversations = _read_all(paths, report)
-    out = Path(out_path)
     settings = f"{target_path}|{max_new_tokens}|{max_length}|{dtype}"
     ids = [request_id(conversation, settings) for conversation in conversations]
     done = _read_done(out)
@@ -105,9 +107,8 @@ def regenerate(
     return report
 
 
-def _read_all(paths: Iterable[str | Path], report: RegenerateReport) -> list[Conversation]:
+def _read_all(paths: Sequence[str | Path], report: RegenerateReport) -> list[Conversation]:
     """The conversations of all files; bad rows go to the report."""
-    paths = list(paths)
     conversations: list[Conversation] = []
     for path in paths:
         for item in read_conversations(path):
