@@ -82,6 +82,22 @@ def assert_equal(case, pack, batch, expected, params, **kwargs):
         assert error <= TOLERANCE * max(scale, 1e-3), f"{name}: error {error:.2e} of {scale:.2e}"
 
 
+def assert_grid_equals_oracle(case, grid):
+    """Trimmed and dense packs, through every entry of a grid."""
+    model = oracle_model(case)
+    expected = oracle(model, case.docs, steps=case.steps)
+    if expected.total.requires_grad:
+        expected.total.backward()
+    for dense in (False, True):
+        pack = make_pack(case, dense=dense)
+        for backend, max_keys, chunk_rows, gap in grid:
+            batch = make_batch(case, pack, chunk_rows=chunk_rows, group_gap=gap)
+            assert_equal(
+                case, pack, batch, expected, model.params,
+                backend=backend, max_keys=max_keys, context_chunk=5,
+            )  # fmt: skip
+
+
 @pytest.mark.parametrize("eagle31", [False, True], ids=["eagle3", "eagle3.1"])
 @pytest.mark.parametrize(
     "heads",
@@ -104,18 +120,7 @@ def test_every_gradient_equals_the_oracle(grid, name, count, heads, eagle31):
     case = make_case(
         documents(name, count), heads=heads[0], kv_heads=heads[1], eagle31=eagle31, seed=3
     )
-    model = oracle_model(case)
-    expected = oracle(model, case.docs, steps=case.steps)
-    if expected.total.requires_grad:
-        expected.total.backward()
-    for dense in (False, True):
-        pack = make_pack(case, dense=dense)
-        for backend, max_keys, chunk_rows, gap in grid:
-            batch = make_batch(case, pack, chunk_rows=chunk_rows, group_gap=gap)
-            assert_equal(
-                case, pack, batch, expected, model.params,
-                backend=backend, max_keys=max_keys, context_chunk=5,
-            )  # fmt: skip
+    assert_grid_equals_oracle(case, grid)
 
 
 @pytest.mark.parametrize("layers", [2, 3])
@@ -123,18 +128,7 @@ def test_every_gradient_equals_the_oracle(grid, name, count, heads, eagle31):
 def test_deeper_drafts(name, layers):
     """Catches: a lower layer's key gradients read before its later queries have added theirs."""
     case = make_case(documents(name, 3), layers=layers, seed=7)
-    model = oracle_model(case)
-    expected = oracle(model, case.docs, steps=case.steps)
-    if expected.total.requires_grad:
-        expected.total.backward()
-    for dense in (False, True):
-        pack = make_pack(case, dense=dense)
-        for backend, max_keys, chunk_rows, gap in SHORT_GRID:
-            batch = make_batch(case, pack, chunk_rows=chunk_rows, group_gap=gap)
-            assert_equal(
-                case, pack, batch, expected, model.params,
-                backend=backend, max_keys=max_keys, context_chunk=5,
-            )  # fmt: skip
+    assert_grid_equals_oracle(case, SHORT_GRID)
 
 
 @pytest.mark.parametrize("denominator", ["rows", "supervised"])

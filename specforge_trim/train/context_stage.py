@@ -136,10 +136,10 @@ class ContextStage:
         self.row_inputs = torch.empty(0)
         self.d_row_inputs = torch.empty(0)
 
-    def _new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    def _new(self, *shape: int) -> Tensor:
         # Zeros, since tokens outside the live prefixes are never written and the reference
         # backend multiplies their keys by weight 0.
-        return torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def _put(self, x: Tensor) -> Tensor:
         return x.to(self.device, non_blocking=True)
