@@ -102,6 +102,14 @@ BAD = {
         "unknown role 'my-model'",
     ),
     "tools are not JSON": (GOOD | {"tools": "{"}, "tools are a string that is not valid JSON"),
+    "tool calls are a number": (
+        {"messages": [USER, ASSISTANT | {"tool_calls": 5}]},
+        "tool_calls are not a list of objects",
+    ),
+    "a tool call is text": (
+        {"messages": [USER, ASSISTANT | {"tool_calls": ["f()"]}]},
+        "tool_calls are not a list of objects",
+    ),
     "tools are an object": (GOOD | {"tools": {"a": 1}}, "tools are not a list of objects"),
 }
 

@@ -153,6 +153,9 @@ def _parse_message(message: object, index: int) -> dict:
         for key, value in message.items()
         if key not in (role_key, content_key) and value is not None
     }
+    calls = rest.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise RowError("tool_calls are not a list of objects", f"{where}: {_quote(calls)}")
     content = _parse_content(message.get(content_key), where)
     role = ROLES[role]
     if not content.strip() and role in ("user", "assistant") and not rest.get("tool_calls"):
