@@ -21,11 +21,12 @@ _BLOCK_ELEMENTS = 2**24
 
 @dataclass(frozen=True)
 class LossMetrics:
-    """Sums over loss rows, 0-dim tensors; divide after any reduction over ranks.
+    """Sums over loss rows, 0-dim tensors; divide after any reduction over ranks.  And `right`.
 
     loss: cross-entropy of in-vocabulary rows (nats). correct: draft argmax equals the teacher's
     full-vocabulary argmax. accept: sum_v min(full-vocabulary teacher, draft probability).
     accept_in_vocab and in_vocab: the same sum, and the row count, over in-vocabulary rows.
+    right: bool [n], which rows `correct` counts (before row_weight).
     """
 
     loss: Tensor
@@ -33,6 +34,7 @@ class LossMetrics:
     accept: Tensor
     accept_in_vocab: Tensor
     in_vocab: Tensor
+    right: Tensor
 
 
 def linear_soft_ce(
@@ -59,10 +61,10 @@ def linear_soft_ce(
             keeps one of its own. The caller then owes the loss a gradient of 1. None: through
             autograd.
     """
-    loss, sums = _LinearSoftCE.apply(
+    loss, sums, right = _LinearSoftCE.apply(
         hidden_nD, weight, table, index_n, scale, draft_to_target, row_weight, weight_grad
     )
-    return loss, LossMetrics(*sums.unbind())
+    return loss, LossMetrics(*sums.unbind(), right)
 
 
 class _LinearSoftCE(torch.autograd.Function):
@@ -77,7 +79,7 @@ class _LinearSoftCE(torch.autograd.Function):
         draft_to_target: Tensor,
         row_weight: Tensor | None,
         weight_grad: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         count, work = hidden.shape[0], table.probs.dtype
         w = weight.to(hidden.dtype)
         in_vocab = table.in_vocab[index].to(work)
@@ -89,6 +91,7 @@ class _LinearSoftCE(torch.autograd.Function):
             d_weight = torch.zeros_like(weight)
         loss = torch.zeros((), dtype=work, device=hidden.device)
         sums = torch.zeros(5, dtype=work, device=hidden.device)
+        right = torch.empty(count, dtype=torch.bool, device=hidden.device)
         block = max(16, _BLOCK_ELEMENTS // weight.shape[0])
         for a in range(0, count, block):
             rows = slice(a, min(a + block, count))
@@ -96,7 +99,7 @@ class _LinearSoftCE(torch.autograd.Function):
             z = (hidden[rows] @ w.T).to(work)
             lse = z.logsumexp(-1)
             cross_entropy = (lse - (p * z).sum(-1)) * loss_weight[rows]
-            right = draft_to_target[z.argmax(-1)] == table.argmax[index[rows]]
+            right[rows] = draft_to_target[z.argmax(-1)] == table.argmax[index[rows]]
             q = z.sub_(lse[:, None]).exp_()
             mass = table.draft_mass[index[rows]]
             accept = torch.minimum(q, p * mass[:, None]).sum(-1) * row_weight[rows]
@@ -104,7 +107,7 @@ class _LinearSoftCE(torch.autograd.Function):
             sums += torch.stack(
                 (
                     cross_entropy.sum(),
-                    (right * row_weight[rows]).sum(),
+                    (right[rows] * row_weight[rows]).sum(),
                     accept.sum(),
                     (accept * in_vocab[rows]).sum(),
                     loss_weight[rows].sum(),
@@ -118,11 +121,11 @@ class _LinearSoftCE(torch.autograd.Function):
             if d_weight is not None:
                 _add_product(d_weight, dz.T, hidden[rows])
         ctx.save_for_backward(d_hidden, None if weight_grad is not None else d_weight)
-        ctx.mark_non_differentiable(sums)
-        return loss * scale, sums
+        ctx.mark_non_differentiable(sums, right)
+        return loss * scale, sums, right
 
     @staticmethod
-    def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = ctx.saved_tensors
         d_hidden = None if d_hidden is None else d_hidden * d_loss.to(d_hidden.dtype)
         d_weight = None if d_weight is None else d_weight * d_loss.to(d_weight.dtype)
