@@ -273,8 +273,10 @@ def run_identity(
 ) -> dict[str, Any]:
     """What a resumed run must share with its checkpoint: meaning of weights, order of data."""
     kept = hashlib.sha256(model.d2t.cpu().numpy().tobytes()).hexdigest()[:16]
+    layers = resolve_aux_layers(target.text_config.num_hidden_layers, target.draft.aux_layers)
     return {
         "target": target_fingerprint(target.path),
+        "aux_layers": layers,
         **{f"draft.{key}": value for key, value in dataclasses.asdict(target.draft).items()},
         "draft_vocab_tokens": kept,
         "data": data.fingerprint,
