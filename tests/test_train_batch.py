@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from specforge_trim.plan.cost import DraftDims
-from specforge_trim.train.batch import BatchLoader, PlanSettings, Schedule, make_batch
+from specforge_trim.train.batch import BatchLoader, PlanSettings, make_batch
+from specforge_trim.train.sampler import Schedule
 
 DT, AUX = 2, 6
 

@@ -24,7 +24,7 @@ from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.objective.teacher import Teacher
 from specforge_trim.plan.memory import DEFAULT_ROW_MEMORY_MB, chunk_rows_for
 from specforge_trim.train import checkpoint as checkpoints
-from specforge_trim.train.batch import Batch, BatchLoader, Documents, PlanSettings, Schedule
+from specforge_trim.train.batch import Batch, BatchLoader, Documents, PlanSettings
 from specforge_trim.train.metrics import StepCounts, Throughput, count_step, metrics_row
 from specforge_trim.train.optimizer import (
     build_optimizer,
@@ -32,6 +32,7 @@ from specforge_trim.train.optimizer import (
     learning_rate,
     set_learning_rate,
 )
+from specforge_trim.train.sampler import Schedule
 from specforge_trim.train.stages import StepResult, StepSettings, ttt_step
 from specforge_trim.train.trackers import JsonLines, Progress
 
