@@ -40,15 +40,17 @@ def spread(row: dict, arm: str) -> str:
 
 def step_table(rows: list[dict]) -> str:
     header = "size layout tokens density ours floor".split()
-    header += ["step 0 full", "A/A", "classic s", "of matmul rate"]
+    header += ["step 0 full", "A/A", "ours s", "its rate", "classic s", "its rate"]
     return table(
         header,
         [
             [
                 r["size"], r["layout"], f"{r['tokens']:,}", f"{r['density']:.0%}",
                 spread(r, "ours"), f"{r['floor']:.3f}", spread(r, "step 0 full"),
-                spread(r, "classic again"), f"{r['classic_seconds']:.1f}",
-                f"{r['classic_rate_of_matmul']:.0%}",
+                spread(r, "classic again"), f"{r['ours_seconds']:.2f}",
+                f"{r['ours_rate_of_matmul']:.0%}",
+                f"{r['classic_seconds']:.1f}" if "ours" in r else "",
+                f"{r['classic_rate_of_matmul']:.0%}" if "ours" in r else "",
             ]
             for r in rows
         ],
@@ -118,7 +120,8 @@ def plot_guard(rows: list[dict], path: Path) -> None:
 
 def plot_steps(rows: list[dict], path: Path) -> None:
     """Relative step time over density at the longest context with all arms."""
-    rows = [r for r in rows if r["size"] == "prototype" and r["layout"] == "blocks"]
+    rows = [r for r in rows if (r["size"], r["layout"]) == ("prototype", "blocks")]
+    rows = [r for r in rows if "ours" in r]  # those measured beside the classic arm
     tokens = max(r["tokens"] for r in rows)
     rows = sorted((r for r in rows if r["tokens"] == tokens), key=lambda r: r["density"])
     figure, axes = plt.subplots(figsize=(6, 4))
