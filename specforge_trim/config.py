@@ -73,6 +73,17 @@ class DataConfig:
         at_least=0.0,
         at_most=1.0,
     )
+    supervise_turns: str = option(
+        "all",
+        "assistant turns that carry loss: all of a conversation, or its last one only",
+        choices=("all", "last"),
+    )
+    supervise_reasoning: bool = option(
+        True, "the assistant's reasoning carries loss, empty think blocks included"
+    )
+    supervise_tool_calls: bool = option(
+        True, "the assistant's tool calls carry loss, with the token that ends their turn"
+    )
     tokens_per_batch: int = option(
         8192,
         "token budget of one micro-batch of one rank; a longer conversation is a batch alone",

@@ -24,6 +24,7 @@ import torch
 from specforge_trim.config import Config, ConfigError
 from specforge_trim.data.dataset import PreparedData, prepare
 from specforge_trim.data.store import FeatureStore, StoredDocument
+from specforge_trim.data.supervision import MaskOptions
 from specforge_trim.data.tokenize import Document
 from specforge_trim.distributed import World
 from specforge_trim.model.draft import Eagle3Draft
@@ -177,6 +178,11 @@ def prepare_data(
             tokenizer,
             cache_dir=config.cache_dir,
             max_length=config.data.max_length,
+            masks=MaskOptions(
+                turns=config.data.supervise_turns,
+                reasoning=config.data.supervise_reasoning,
+                tool_calls=config.data.supervise_tool_calls,
+            ),
             max_bad_fraction=config.data.max_bad_fraction,
             progress=world.is_main,
         )

@@ -78,7 +78,7 @@ BAD = {
     "nested too deeply": (b"[" * 200_000 + b"]" * 200_000, "line is not valid JSON"),
     "huge number": (b'{"a": ' + b"9" * 5000 + b"}", "line is not valid JSON"),
     "a list": (b"5", "row is not a JSON object"),
-    "neither key": ({"text": "q"}, "row has neither 'messages' nor 'conversations'"),
+    "none of the keys": ({"chat": "q"}, "row has none of 'messages', 'conversations'"),
     "messages are text": ({"messages": "q"}, "messages are not a list"),
     "message is text": ({"messages": ["q"]}, "message is not an object"),
     "no messages": ({"messages": []}, "no user message"),

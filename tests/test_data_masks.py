@@ -7,7 +7,7 @@ import chat_templates as chat
 import pytest
 from chat_templates import assistant, chat_tokenizer, user
 
-from specforge_trim.data.conversation import Conversation, RowError
+from specforge_trim.data.rows import Conversation, RowError
 from specforge_trim.data.tokenize import ChatTokenizer, render_and_mask
 
 FAMILY = "\U0001f468‍\U0001f469‍\U0001f467"
@@ -208,7 +208,7 @@ REFUSED = {
     "answer of spaces that the template trims away": (
         chat.LLAMA3,
         (user("q"), assistant("   ")),
-        "renders empty",
+        "has no text",
     ),
     "answer that is quoted in another turn": (
         chat.CHATML.replace("+ m['content'] +", "+ m['content'] + (messages[1]['content'] if "

@@ -1,80 +1,42 @@
-"""Read conversations from JSON lines, keeping the place of every row.
+"""Read rows from JSON lines, keeping the place of every row.
 
-One job: a line of a data file becomes a Conversation or a BadRow that names file, line and reason.
-Nothing is dropped without one of the two. Rows are read with the json module, so nested values
-(tool schemas, tool arguments) reach the chat template unchanged. Tokens are not known here.
+One job: a line of a data file becomes a row (rows.py) or a BadRow that names file, line and
+reason. Nothing is dropped without one of the two. Rows are read with the json module, so nested
+values (tool schemas, tool arguments) reach the chat template unchanged.
 
-Two layouts are understood, told apart by their keys:
+The forms of a row, told apart by their keys. A row that fits two of them is refused, except that
+`prompt` beside messages is taken for a copy of the first question, as some data sets have it:
 
     {"messages":      [{"role": "user", "content": "..."}, ...], "tools": [...]}
     {"conversations": [{"from": "human", "value": "..."}, ...]}               ShareGPT
+    {"prompt": "...", "response": "..."}        or "completion"; each text or a list of messages
+    {"text": "<|im_start|>user ...", "spans": [[start, end], ...]}            spans may be absent
+    {"input_ids": [...], "loss_mask": [...]}    or "assistant_masks", or "labels" with -100
 """
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-}
-_SHOWN = 120  # characters of a user's text that a message may quote
+from specforge_trim.data.messages import parse_messages, parse_tools
+from specforge_trim.data.rows import BadRow, Conversation, Row, RowError, TextRow, TokenRow, quote
 
+__all__ = [
+    "BadRow", "Conversation", "Row", "RowError", "TextRow", "TokenRow", "parse_row",
+    "read_conversations",
+]  # fmt: skip
 
-class RowError(ValueError):
-    """A row that cannot be used.
-
-    reason: short and free of the row's own text, so that equal faults count together.
-    detail: what was found in this row; may be empty.
-    """
-
-    def __init__(self, reason: str, detail: str = ""):
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason = reason
-        self.detail = detail
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Messages in the chat template's form, with the place they come from.
-
-    messages: dicts with role and content (a string), other keys as in the file.
-    tools:    tuple of JSON schemas, None when the row has none.
-    source:   "file:line", lines counted from 1.
-    """
-
-    messages: tuple[dict, ...]
-    tools: tuple[dict, ...] | None
-    source: str
-
-
-@dataclass(frozen=True)
-class BadRow:
-    """A row that was not used: its place, the countable reason and this row's detail."""
-
-    source: str
-    reason: str
-    detail: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.source}: {self.reason}" + (f": {self.detail}" if self.detail else "")
+_CHATS = ("messages", "conversations")
+_FORMS = (*_CHATS, "prompt", "text", "input_ids")
+_RESPONSES = ("response", "completion")
+_MASKS = ("loss_mask", "assistant_masks", "labels")
+_NO_LABEL = -100  # what training code writes into labels where there is no loss
 
 
 def read_conversations(
     path: str | Path, *, on_bytes: Callable[[int], object] = lambda count: None
-) -> Iterator[Conversation | BadRow]:
-    """Yield one Conversation or BadRow per non-blank line of a JSON-lines file, in order.
+) -> Iterator[Row | BadRow]:
+    """Yield one row or BadRow per non-blank line of a JSON-lines file, in order.
 
     on_bytes is called with the size of each line read, for a progress bar.
     Raises FileNotFoundError or another OSError when the file cannot be read, ValueError when the
@@ -95,27 +57,33 @@ def read_conversations(
                 yield BadRow(source, error.reason, error.detail)
 
 
-def parse_row(row: object, *, source: str) -> Conversation:
-    """The Conversation in one decoded JSON row; raises RowError.
+def parse_row(row: object, *, source: str) -> Row:
+    """The row in one decoded JSON value; raises RowError.
 
     A conversation without an answer is one (the target may be asked to write it); tokenize.py
     refuses it for training.
     """
     if not isinstance(row, dict):
         raise RowError("row is not a JSON object", f"found {type(row).__name__}")
-    raw_messages = row.get("messages")
-    if raw_messages is None:
-        raw_messages = row.get("conversations")
-    if raw_messages is None:
-        raise RowError(
-            "row has neither 'messages' nor 'conversations'", f"keys {_quote(list(row))}"
-        )
-    if not isinstance(raw_messages, list):
-        raise RowError("messages are not a list", f"found {type(raw_messages).__name__}")
-    messages = tuple(_parse_message(message, i) for i, message in enumerate(raw_messages))
-    if not any(message["role"] == "user" for message in messages):
-        raise RowError("no user message", f"{len(messages)} messages")
-    return Conversation(messages, _parse_tools(row.get("tools")), source)
+    forms = [key for key in _FORMS if row.get(key) is not None]
+    if "prompt" in forms and forms[0] in _CHATS:
+        forms.remove("prompt")
+    if len(forms) > 1:
+        raise RowError(f"row has both {forms[0]!r} and {forms[1]!r}", "leave one of them out")
+    form = forms[0] if forms else None
+    if form == "input_ids":
+        return _parse_tokens(row, source)
+    if form == "text":
+        return _parse_text(row, source)
+    if form == "prompt":
+        raw = _pair(row)
+    elif form is not None:
+        raw = row[form]
+    else:
+        known = ", ".join(f"'{key}'" for key in _FORMS)
+        raise RowError(f"row has none of {known}", f"keys {quote(list(row))}")
+    messages = parse_messages(raw, system=row.get("system"))
+    return Conversation(messages, parse_tools(row.get("tools")), source)
 
 
 def _check_file_kind(path: Path, head: bytes) -> None:
@@ -138,62 +106,59 @@ def _parse_json(raw: bytes) -> object:
         raise RowError("line is not valid JSON", type(error).__name__) from None
 
 
-def _parse_message(message: object, index: int) -> dict:
-    where = f"message {index}"
-    if not isinstance(message, dict):
-        raise RowError("message is not an object", f"{where} is {type(message).__name__}")
-    role_key, content_key = ("from", "value") if "from" in message else ("role", "content")
-    role = message.get(role_key)
-    if not isinstance(role, str):
-        raise RowError("message has no role", where)
-    if role not in ROLES:
-        raise RowError(f"unknown role {_quote(role)}", f"{where}; known: {', '.join(ROLES)}")
-    rest = {
-        key: value
-        for key, value in message.items()
-        if key not in (role_key, content_key) and value is not None
-    }
-    calls = rest.get("tool_calls", [])
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise RowError("tool_calls are not a list of objects", f"{where}: {_quote(calls)}")
-    content = _parse_content(message.get(content_key), where)
-    role = ROLES[role]
-    if not content.strip() and role in ("user", "assistant") and not rest.get("tool_calls"):
-        raise RowError(f"empty {role} message", where)
-    return {"role": role, "content": content, **rest}
+def _pair(row: dict) -> list:
+    """Messages of a prompt and its response, each a text or a list of messages."""
+    key = _only_key(row, _RESPONSES, required=False)
+    messages = _as_messages(row["prompt"], "user")
+    return messages if key is None else messages + _as_messages(row[key], "assistant")
 
 
-def _parse_content(content: object, where: str) -> str:
-    """Content as text: a string, null (no text), or a list of text parts, which are joined."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RowError("content is not text", f"{where} has {type(content).__name__}")
-    texts = []
-    for part in content:
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
-        if not isinstance(text, str):
-            raise RowError("content has a part that is not text", f"{where}: {_quote(part)}")
-        texts.append(text)
-    return "".join(texts)
+def _as_messages(value: object, role: str) -> list:
+    return value if isinstance(value, list) else [{"role": role, "content": value}]
 
 
-def _parse_tools(tools: object) -> tuple[dict, ...] | None:
-    """Tools as a list, as a string holding a JSON list, null or absent."""
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except (ValueError, RecursionError):
-            raise RowError("tools are a string that is not valid JSON", _quote(tools)) from None
-    if tools is None:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError("tools are not a list of objects", _quote(tools))
-    return tuple(tools) or None
+def _only_key(row: dict, keys: tuple[str, ...], *, required: bool) -> str | None:
+    """The one of keys that the row has; RowError for several, or for none where one must be."""
+    found = [key for key in keys if row.get(key) is not None]
+    if len(found) > 1:
+        raise RowError(f"row has both {found[0]!r} and {found[1]!r}", "leave one of them out")
+    if not found and required:
+        raise RowError(f"row has none of {', '.join(repr(key) for key in keys)}", "")
+    return found[0] if found else None
 
 
-def _quote(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+def _parse_text(row: dict, source: str) -> TextRow:
+    text, spans = row["text"], row.get("spans")
+    if not isinstance(text, str) or not text.strip():
+        raise RowError("text is empty or not a string", quote(text))
+    if spans is None:
+        return TextRow(text, None, source)
+    if not isinstance(spans, list) or not all(_is_span(span) for span in spans):
+        raise RowError("spans are not a list of [start, end]", quote(spans))
+    edges = [0, *(edge for span in spans for edge in span), len(text)]
+    if edges != sorted(edges):
+        raise RowError("spans are not ascending ranges inside the text", quote(spans))
+    return TextRow(text, tuple((start, end) for start, end in spans if start < end), source)
+
+
+def _is_span(span: object) -> bool:
+    return isinstance(span, list) and len(span) == 2 and all(type(edge) is int for edge in span)
+
+
+def _parse_tokens(row: dict, source: str) -> TokenRow:
+    ids = row["input_ids"]
+    if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
+        raise RowError("input_ids are not a list of token ids", quote(ids))
+    key = _only_key(row, _MASKS, required=True)
+    mask = row[key]
+    if not isinstance(mask, list) or len(mask) != len(ids):
+        found = f"{len(mask)} entries" if isinstance(mask, list) else type(mask).__name__
+        raise RowError(f"{key} do not fit input_ids", f"{found}, {len(ids)} ids")
+    if key == "labels":
+        for at, (label, token) in enumerate(zip(mask, ids, strict=True)):
+            if type(label) is not int or label not in (_NO_LABEL, token):
+                raise RowError("labels differ from input_ids", f"token {at}: {quote(label)}")
+        mask = [label != _NO_LABEL for label in mask]
+    elif not all(isinstance(kept, int) and kept in (0, 1) for kept in mask):
+        raise RowError(f"{key} holds something else than 0 and 1", quote(mask))
+    return TokenRow(tuple(ids), tuple(bool(kept) for kept in mask), source)

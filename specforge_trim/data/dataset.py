@@ -13,6 +13,7 @@ path is not part of the name; places of rows are stored as file number and line.
     <cache_dir>/prepared/<fingerprint>.bad_rows.jsonl    source, reason, detail per row not used
 """
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -32,9 +33,10 @@ import transformers
 from tqdm import tqdm
 
 from specforge_trim.data.conversation import BadRow, RowError, read_conversations
+from specforge_trim.data.supervision import MaskOptions
 from specforge_trim.data.tokenize import ChatTokenizer, Document
 
-_FORMAT = 1  # raise when the stored layout or the meaning of a mask changes
+_FORMAT = 2  # raise when the stored layout or the meaning of a mask changes
 _log = logging.getLogger(__name__)
 
 TOO_LONG = "longer than max_length"
@@ -137,13 +139,15 @@ def prepare(
     *,
     cache_dir: str | Path,
     max_length: int,
+    masks: MaskOptions | None = None,
     max_bad_fraction: float = 0.1,
     progress: bool = True,
 ) -> PreparedData:
     """Tokenise data files with their loss masks, or open the cached result.
 
     Documents of more than max_length tokens are left out and counted, as are bad rows (unreadable,
-    refused by the chat template, without an exact mask). Raises ValueError when nothing is left or
+    refused by the chat template, without an exact mask). masks says which of the assistant's text
+    carries loss. Raises ValueError when nothing is left or
     when more than max_bad_fraction of the rows are bad (too long ones do not count as bad), and
     OSError when a file cannot be read or written. A progress bar goes to stderr.
     """
@@ -154,12 +158,14 @@ def prepare(
         raise ValueError(f"max_length must be an integer of at least 2, got {max_length!r}")
     if not 0 <= max_bad_fraction <= 1:
         raise ValueError(f"max_bad_fraction must be in [0, 1], got {max_bad_fraction!r}")
-    fingerprint = data_fingerprint(paths, tokenizer, max_length=max_length)
+    masks = masks or MaskOptions()
+    fingerprint = data_fingerprint(paths, tokenizer, max_length=max_length, masks=masks)
     root = Path(cache_dir) / "prepared"
     root.mkdir(parents=True, exist_ok=True)
     folder = root / fingerprint[:24]
     if not folder.exists():
-        _write(folder, fingerprint, paths, tokenizer, max_length=max_length, progress=progress)
+        chat = ChatTokenizer(tokenizer, masks=masks)
+        _write(folder, fingerprint, paths, chat, max_length=max_length, progress=progress)
     data = PreparedData.load(folder, paths)
     report = _write_bad_rows(folder.with_suffix(".bad_rows.jsonl"), data.bad_rows)
     _check_usable(data, max_bad_fraction, report)
@@ -167,7 +173,9 @@ def prepare(
     return data
 
 
-def data_fingerprint(paths: Sequence[str | Path], tokenizer, *, max_length: int) -> str:
+def data_fingerprint(
+    paths: Sequence[str | Path], tokenizer, *, max_length: int, masks: MaskOptions
+) -> str:
     """sha256 (hex) of everything prepared data depends on, see the module's first lines."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     # padding and truncation are settings of the last call, not of the tokenizer
@@ -180,6 +188,7 @@ def data_fingerprint(paths: Sequence[str | Path], tokenizer, *, max_length: int)
         "chat_template": tokenizer.chat_template,
         "versions": [tokenizers.__version__, transformers.__version__],
         "max_length": max_length,
+        "masks": dataclasses.asdict(masks),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -189,9 +198,8 @@ def _file_digest(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _write(folder: Path, fingerprint: str, paths, tokenizer, *, max_length, progress) -> None:
+def _write(folder: Path, fingerprint: str, paths, chat, *, max_length, progress) -> None:
     """Tokenise into a temporary folder and rename it; another process may get there first."""
-    chat = ChatTokenizer(tokenizer)
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         manifest = {"fingerprint": fingerprint, "max_length": max_length}

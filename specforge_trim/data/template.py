@@ -20,21 +20,24 @@ upper-cased, reasoning moved or dropped). Anything that leaves a doubt raises Ro
 
 import re
 import unicodedata
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from specforge_trim.data.conversation import Conversation, RowError
+from specforge_trim.data.markers import mark_assistant, strings
+from specforge_trim.data.probe import end_of_turn, probe, special_pattern
+from specforge_trim.data.rows import Conversation, RowError, TextRow
+from specforge_trim.data.supervision import MaskOptions, select_spans
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_MARKUP = re.compile(r"(\s*<[^<>]*>)+\s*")
-_KEPT_KEYS = frozenset({"role", "type", "id", "tool_call_id", "name"})
+Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """text of the conversation; spans: ascending character ranges that the assistant wrote."""
+    """text of the conversation; spans: ascending character ranges that carry loss."""
 
     text: str
-    spans: tuple[tuple[int, int], ...]
+    spans: Spans
 
 
 class ChatTemplate:
@@ -44,40 +47,60 @@ class ChatTemplate:
     the assistant's text could be told.
     """
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, *, masks: MaskOptions | None = None):
         if not tokenizer.chat_template:
             raise ValueError(
                 f"tokenizer {tokenizer.name_or_path!r} has no chat_template; use the target's own "
                 "instruction-tuned tokenizer or set the template"
             )
         self._tokenizer = tokenizer
+        self._masks = masks or MaskOptions()
         self._normal_form = _unicode_form(tokenizer)
-        self._specials = _special_texts(tokenizer)
-        self._special_pattern = re.compile(
-            "|".join(re.escape(text) for text in sorted(self._specials, key=len, reverse=True))
-            or r"(?!)"
-        )
+        specials = frozenset(_special_texts(tokenizer))
+        self._specials = special_pattern(specials)
         try:
-            self.generation_prompt = self._probe()
+            self.facts = probe(self._ask, specials=specials, eos=tokenizer.eos_token)
         except RowError as error:
             raise ValueError(f"chat template of {tokenizer.name_or_path!r}: {error}") from None
 
     def render(self, conversation: Conversation) -> Rendered:
         """Render the whole conversation once and find the assistant's spans; raises RowError."""
-        if not any(message["role"] == "assistant" for message in conversation.messages):
+        turns = [m for m in conversation.messages if m["role"] == "assistant"]
+        if not turns:
             raise RowError("no assistant message", f"{len(conversation.messages)} messages")
+        try:
+            return self._render(conversation, turns)
+        except RecursionError:
+            raise RowError("row is nested too deeply") from None
+
+    def locate(self, row: TextRow) -> Rendered:
+        """The spans of a conversation that is rendered already; raises RowError."""
+        if not self._masks.whole_turns:
+            raise RowError("parts of turns cannot be told in a row without messages")
+        text = self._normalise(row.text)
+        if row.spans is None:
+            spans = self._find_turns(text)
+        else:
+            spans = self._normal_spans(row.text, row.spans)
+        return Rendered(text, spans[-1:] if self._masks.turns == "last" else spans)
+
+    def _render(self, conversation: Conversation, turns: list[dict]) -> Rendered:
         text = self._apply(conversation.messages, conversation.tools)
         template = self._tokenizer.get_chat_template(tools=_tools(conversation.tools))
         if _GENERATION_TAG.search(template):
             spans = self._tagged_spans(conversation, template, text)
         else:
-            spans = self._framed_spans(conversation, text)
+            spans = self._framed_spans(conversation, turns, text)
         for start, end in spans:
-            if not self._special_pattern.sub("", text[start:end]).strip():
+            if not self._specials.sub("", text[start:end]).strip():
                 raise RowError("assistant turn renders empty", _around(text, start))
-        return Rendered(text, spans)
+        kept = select_spans(text, spans, turns, options=self._masks, tags=self.facts.tags)
+        return Rendered(text, kept)
 
     # -- rendering ------------------------------------------------------------------------------
+
+    def _ask(self, messages, *, generation_prompt: bool = False) -> str:
+        return self._apply(messages, None, generation_prompt=generation_prompt)
 
     def _apply(self, messages, tools, *, generation_prompt: bool = False) -> str:
         try:
@@ -96,31 +119,21 @@ class ChatTemplate:
         """The text as the tokenizer sees it, so that its tokens spell it byte for byte."""
         return unicodedata.normalize(self._normal_form, text) if self._normal_form else text
 
-    def _probe(self) -> str:
-        """The text after which the model starts to write, from a one-question conversation.
+    def _normal_spans(self, raw: str, spans: Iterable[Sequence[int]]) -> Spans:
+        """Character ranges of raw as ranges of its normal form."""
+        return tuple((self._normal_index(raw, a), self._normal_index(raw, b)) for a, b in spans)
 
-        It is what add_generation_prompt adds. A template that adds nothing (Mistral's) closes the
-        user's turn with it instead, so the text after the question serves.
-        """
-        question, answer = _markers("", 2)
-        ask = {"role": "user", "content": question}
-        bare = self._apply([ask], None)
-        prompted = self._apply([ask], None, generation_prompt=True)
-        whole = self._apply([ask, {"role": "assistant", "content": answer}], None)
-        if whole.count(answer) != 1:
-            raise RowError("the assistant's content is not rendered exactly once")
-        if not self._special_pattern.search(whole[whole.index(answer) :]):
-            raise RowError("no special token ends the assistant's turn")
-        if not prompted.startswith(bare):
-            raise RowError("add_generation_prompt changes more than the end of the render")
-        prompt = prompted[len(bare) :] or bare[bare.rindex(question) + len(question) :]
-        if not prompt.strip():
-            raise RowError("nothing marks where the assistant starts to write")
-        return prompt
+    def _normal_index(self, raw: str, index: int) -> int:
+        if self._normal_form is None:
+            return index
+        head = self._normalise(raw[:index])
+        if head + self._normalise(raw[index:]) != self._normalise(raw):
+            raise RowError("unicode normalisation joins the assistant's text with its frame")
+        return len(head)
 
     # -- spans from generation tags -------------------------------------------------------------
 
-    def _tagged_spans(self, conversation, template: str, text: str) -> tuple[tuple[int, int], ...]:
+    def _tagged_spans(self, conversation: Conversation, template: str, text: str) -> Spans:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered, indices = render_jinja_template(
@@ -133,8 +146,7 @@ class ChatTemplate:
         if self._normalise(rendered[0]) != text:
             raise RowError("chat template renders differently each time")
         spans: list[tuple[int, int]] = []
-        for start, end in indices[0]:
-            start, end = (self._normal_index(rendered[0], place) for place in (start, end))
+        for start, end in self._normal_spans(rendered[0], indices[0]):
             if spans and start < spans[-1][1]:
                 raise RowError("generation tags of the chat template overlap")
             if spans and start == spans[-1][1]:
@@ -144,35 +156,31 @@ class ChatTemplate:
         if not spans:
             raise RowError("generation tags of the chat template cover nothing")
         settled = tuple(self._settle(text, start, end) for start, end in spans)
-        turns = sum(message["role"] == "assistant" for message in conversation.messages)
-        strings = [s for turn in range(turns) for s in _strings(conversation, turn)]
+        turns = [m for m in conversation.messages if m["role"] == "assistant"]
+        written = [text for turn in turns for text in strings(turn)]
         for start, end in settled:
-            closing = [m.group() for m in self._special_pattern.finditer(text, start, end)][-1:]
-            _refuse_inner_end(closing, strings)
+            closing = [m.group() for m in self._specials.finditer(text, start, end)][-1:]
+            _refuse_inner_end({*closing, *self.facts.turn_ends}, written)
         return settled
-
-    def _normal_index(self, raw: str, index: int) -> int:
-        head = self._normalise(raw[:index])
-        if head + self._normalise(raw[index:]) != self._normalise(raw):
-            raise RowError("unicode normalisation joins the assistant's text with its frame")
-        return len(head)
 
     def _settle(self, text: str, start: int, end: int) -> tuple[int, int]:
         """A tagged span without the generation prompt in it, ending at its end-of-turn token."""
-        if text.startswith(self.generation_prompt, start):
-            start += len(self.generation_prompt)
-        inside = list(self._special_pattern.finditer(text, start, end))
+        for before in (self.facts.generation_prompt, self.facts.header):
+            if text.startswith(before, start):
+                start += len(before)
+                break
+        inside = list(self._specials.finditer(text, start, end))
         if inside and not text[inside[-1].end() : end].strip():
             return start, inside[-1].end()
-        following = self._special_pattern.match(text, end)
-        if following and following.group() not in self.generation_prompt:
+        following = self._specials.match(text, end)
+        if following and following.group() not in self.facts.generation_prompt:
             end = following.end()
         return start, end
 
     # -- spans from frames ----------------------------------------------------------------------
 
-    def _framed_spans(self, conversation, text: str) -> tuple[tuple[int, int], ...]:
-        frames, ends = self._frames(conversation)
+    def _framed_spans(self, conversation: Conversation, turns: list[dict], text: str) -> Spans:
+        frames, ends = self._frames(conversation, turns)
         delimiters = [end + frame for end, frame in zip(ends, frames[1:], strict=True)]
         if not text.startswith(frames[0]) or not text.endswith(delimiters[-1]):
             raise RowError("chat template changes other text with the assistant's")
@@ -197,48 +205,87 @@ class ChatTemplate:
             for start, at, end in zip(starts, [*left, stop], ends, strict=True)
         )
 
-    def _frames(self, conversation) -> tuple[list[str], list[str]]:
+    def _frames(self, conversation: Conversation, turns: list[dict]) -> tuple[list, list]:
         """Frames before, between and after the n turns (n + 1), and the n end-of-turn tokens."""
-        marked, turns = _mark_assistant(conversation)
+        self._refuse_prompt_in_other_text(conversation)
+        marked, turn_markers = mark_assistant(conversation)
         text = self._apply(marked, conversation.tools)
-        extents, place = [], 0
-        for number, markers in enumerate(turns):
-            found = [(text.find(marker, place), len(marker)) for marker in markers]
-            found = [(at, size) for at, size in found if at >= 0]
-            if not found:
-                raise RowError("an assistant turn is not rendered", f"turn {number}")
-            place = sum(max(found))
-            extents.append((min(found)[0], place))
+        extents = _extents(text, turn_markers)
+        after_tool = _follow_tool_results(conversation)
         frames, ends, place = [], [], 0
         for number, (first, last) in enumerate(extents):
-            frames.append(self._frame(text[place:first], number))
+            frames.append(self._frame(text[place:first], number, after_tool[number]))
             stop = extents[number + 1][0] if number + 1 < len(extents) else len(text)
-            end = self._special_pattern.search(text, last, stop)
-            if end is None or end.group() in self.generation_prompt:
+            end = end_of_turn(text, last, stop, specials=self._specials, ends=self.facts.turn_ends)
+            if end is None or end.group() in self.facts.generation_prompt:
                 raise RowError("no special token ends the assistant's turn", f"turn {number}")
-            _refuse_inner_end([end.group()], _strings(conversation, number))
+            _refuse_inner_end({end.group(), *self.facts.turn_ends}, strings(turns[number]))
             ends.append(end.group())
             place = end.end()
         frames.append(text[place:])
-        if any(marker in frame for frame in frames for marker in sum(turns, [])):
+        # A template without a generation prompt closes the user's turn with it.
+        asked = sum(m["role"] == "user" for m in _after_last_turn(conversation))
+        if frames[-1].count(self.facts.header) > (asked if self.facts.closes_user else 0):
+            raise RowError("an assistant turn goes on after its end-of-turn token")
+        if any(marker in frame for frame in frames for marker in sum(turn_markers, [])):
             raise RowError("the assistant's text is rendered outside its turn")
         return frames, ends
 
-    def _frame(self, text: str, number: int) -> str:
+    def _frame(self, text: str, number: int, after_tool: bool) -> str:
         """text, which ends at the assistant's first string, cut where the model starts writing."""
-        prompt = self.generation_prompt
-        if text.count(prompt) == 1:
-            return text[: text.index(prompt) + len(prompt)]
-        if text.count(prompt) > 1:
+        prompt, header, closing = (
+            self.facts.generation_prompt, self.facts.header, self.facts.after_tool
+        )  # fmt: skip
+        if after_tool and closing != prompt:
+            if closing is None or closing not in text:
+                raise RowError("nothing marks where the turn after a tool result starts")
+            return text[: text.rindex(closing) + len(closing)]
+        if text.count(header) > 1:
             raise RowError("other text contains the generation prompt", f"before turn {number}")
+        if prompt in text:
+            return text[: text.index(prompt) + len(prompt)]
+        if header not in text:
+            raise RowError("no generation prompt before the assistant's turn", f"turn {number}")
         # A reasoning template may open a think block in the prompt and leave it out of past turns:
-        # the turn then starts at the assistant's text, right after the rest of the prompt.
-        for cut in range(len(prompt) - 1, 0, -1):
-            left_out = prompt[cut:]
-            if text.endswith(prompt[:cut]) and text.count(prompt[:cut]) == 1:
-                if _MARKUP.fullmatch(left_out) and not self._special_pattern.search(left_out):
-                    return text
-        raise RowError("no generation prompt before the assistant's turn", f"turn {number}")
+        # the turn then starts right after the rest of the prompt.
+        place = text.index(header) + len(header)
+        if text[place:].lstrip().startswith(prompt[len(header) :].strip()):
+            raise RowError("the think block is not the generation prompt's", f"turn {number}")
+        return text[:place]
+
+    def _refuse_prompt_in_other_text(self, conversation: Conversation) -> None:
+        prompts = {self.facts.header}
+        if any(_follow_tool_results(conversation)) and self.facts.after_tool:
+            prompts.add(self.facts.after_tool)
+        for message in conversation.messages:
+            if message["role"] != "assistant":
+                if any(prompt in text for prompt in prompts for text in strings(message)):
+                    raise RowError("other text contains the generation prompt", message["role"])
+
+    # -- spans of text that is rendered already ---------------------------------------------------
+
+    def _find_turns(self, text: str) -> Spans:
+        """Turns start after the generation prompt and end with the first end-of-turn token."""
+        facts = self.facts
+        closing = facts.after_tool
+        if closing and closing != facts.generation_prompt and closing in text:
+            raise RowError("turns after tool results need spans in rendered text", closing)
+        ends = special_pattern(facts.turn_ends)
+        spans: list[tuple[int, int]] = []
+        start = text.find(facts.header)
+        while start >= 0:
+            start += len(facts.header)
+            opened = facts.generation_prompt[len(facts.header) :]
+            start += len(opened) if text.startswith(opened, start) else 0
+            following = text.find(facts.header, start)
+            end = ends.search(text, start, len(text) if following < 0 else following)
+            if end is None:
+                raise RowError("no token ends the assistant's turn", _around(text, start))
+            spans.append((start, end.end()))
+            start = following
+        if not spans:
+            raise RowError("text has no assistant header", f"expected {facts.header!r}")
+        return tuple(spans)
 
 
 def _tools(tools: tuple[dict, ...] | None) -> list[dict] | None:
@@ -257,67 +304,40 @@ def _unicode_form(tokenizer) -> str | None:
     return kind if kind in ("NFC", "NFD") else None
 
 
-def _markers(avoid: str, count: int) -> list[str]:
-    """Distinct digit strings that survive trimming, case changes and escaping, absent in avoid."""
-    salt = 7305
-    while f"{salt}90251" in avoid:
-        salt += 1
-    return [f"{salt}90251{index:05d}{salt}" for index in range(count)]
+def _extents(text: str, turn_markers: list[list[str]]) -> list[tuple[int, int]]:
+    """From the first through the last marker of each turn, in the marked render."""
+    extents, place = [], 0
+    for number, markers in enumerate(turn_markers):
+        found = [(text.find(marker, place), len(marker)) for marker in markers]
+        found = [(at, size) for at, size in found if at >= 0]
+        if not markers:
+            raise RowError("an assistant turn has no text", f"turn {number}")
+        if not found:
+            raise RowError("an assistant turn is not rendered", f"turn {number}")
+        place = sum(max(found))
+        extents.append((min(found)[0], place))
+    return extents
 
 
-def _mark_assistant(conversation: Conversation) -> tuple[list[dict], list[list[str]]]:
-    """The conversation with each string the assistant wrote replaced, and the markers per turn."""
-    total = sum(_count(m) for m in conversation.messages if m["role"] == "assistant")
-    supply = iter(_markers(repr(conversation.messages) + repr(conversation.tools), total))
-    marked, turns = [], []
-    for message in conversation.messages:
-        if message["role"] == "assistant":
-            used: list[str] = []
-            message = _replace(message, supply, used)
-            turns.append(used)
-        marked.append(message)
-    return marked, turns
+def _after_last_turn(conversation: Conversation) -> list[dict]:
+    roles = [message["role"] for message in conversation.messages]
+    return list(conversation.messages[len(roles) - roles[::-1].index("assistant") :])
 
 
-def _replace(value, supply, used: list[str]):
-    if isinstance(value, str):
-        used.append(next(supply))
-        return used[-1]
-    if isinstance(value, list):
-        return [_replace(item, supply, used) for item in value]
-    if isinstance(value, dict):
-        return {
-            key: item if key in _KEPT_KEYS else _replace(item, supply, used)
-            for key, item in value.items()
-        }
-    return value
+def _follow_tool_results(conversation: Conversation) -> list[bool]:
+    """For each assistant turn, whether a tool result stands directly before it."""
+    before = [None, *conversation.messages[:-1]]
+    return [
+        previous is not None and previous["role"] == "tool"
+        for previous, message in zip(before, conversation.messages, strict=True)
+        if message["role"] == "assistant"
+    ]
 
 
-def _count(value) -> int:
-    if isinstance(value, dict):
-        return sum(_count(item) for key, item in value.items() if key not in _KEPT_KEYS)
-    if isinstance(value, list):
-        return sum(_count(item) for item in value)
-    return int(isinstance(value, str))
-
-
-def _strings(conversation: Conversation, turn: int) -> list[str]:
-    """Every string of an assistant turn, names included."""
-    message = [m for m in conversation.messages if m["role"] == "assistant"][turn]
-    found, stack = [], [message]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, str):
-            found.append(value)
-        elif isinstance(value, (list, dict)):
-            stack.extend(value.values() if isinstance(value, dict) else value)
-    return found
-
-
-def _refuse_inner_end(closing: list[str], strings: list[str]) -> None:
+def _refuse_inner_end(closing: Iterable[str], written: list[str]) -> None:
     """The model stops at its first end-of-turn token: text with one inside was never written."""
     for end in closing:
-        if any(end in string for string in strings):
+        if any(end in string for string in written):
             raise RowError("the assistant's text contains the end-of-turn token", end)
 
 

@@ -1,10 +1,10 @@
-"""Turn a conversation into token ids and the loss mask.
+"""Turn a row into token ids and the loss mask.
 
 One job: loss_mask[t] is True iff the assistant wrote token t, from the end of the generation
-prompt through its end-of-turn token; a newline after that is not its own. Where the spans are is
-decided on the rendered text (template.py), which tokens they are by spelling tokens as bytes
-(token_bytes.py), so decoding the masked ids gives exactly what the template renders for the
-assistant.
+prompt through its end-of-turn token; a newline after that is not its own. MaskOptions may leave
+parts of that out. Where the spans are is decided on the rendered text (template.py), which tokens
+they are by spelling tokens as bytes (token_bytes.py), so decoding the masked ids gives exactly
+what the template renders for the assistant.
 """
 
 import copy
@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specforge_trim.data.conversation import Conversation, RowError
+from specforge_trim.data.rows import Row, RowError, TextRow, TokenRow
+from specforge_trim.data.supervision import MaskOptions
 from specforge_trim.data.template import ChatTemplate
 from specforge_trim.data.token_bytes import TokenBytes
 
@@ -41,18 +42,24 @@ class ChatTokenizer:
     backend, a template that hides where the assistant's turn starts or ends).
     """
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, *, masks: MaskOptions | None = None):
         self.tokenizer = tokenizer
-        self.template = ChatTemplate(tokenizer)
+        self.masks = masks or MaskOptions()
+        self.template = ChatTemplate(tokenizer, masks=self.masks)
         self._bytes = TokenBytes(tokenizer)
         # A copy, since padding and truncation stay set from the last call of whoever used it.
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self._backend.no_padding()
         self._backend.no_truncation()
 
-    def document(self, conversation: Conversation) -> Document:
-        """Tokenise one conversation; raises RowError when its mask would be a guess or empty."""
-        rendered = self.template.render(conversation)
+    def document(self, row: Row) -> Document:
+        """Tokenise one row; raises RowError when its mask would be a guess or empty."""
+        if isinstance(row, TokenRow):
+            return self._given(row)
+        if isinstance(row, TextRow):
+            rendered = self.template.locate(row)
+        else:
+            rendered = self.template.render(row)
         text = rendered.text
         try:
             raw = text.encode("utf-8")
@@ -66,7 +73,19 @@ class ChatTokenizer:
         _check_edges(starts, ends, [edge for span in spans for edge in span])
         if not mask.any():
             raise RowError("no supervised token")
-        return make_document(np.asarray(ids, dtype=np.int64), mask, source=conversation.source)
+        return make_document(np.asarray(ids, dtype=np.int64), mask, source=row.source)
+
+    def _given(self, row: TokenRow) -> Document:
+        """Ids and mask as the row has them."""
+        if self.masks != MaskOptions():
+            raise RowError("a row with its own mask cannot follow the mask options")
+        size, top = len(self.tokenizer), max(row.input_ids, default=0)
+        if top >= size:
+            raise RowError("input_ids hold an id the tokenizer does not have", f"{top} of {size}")
+        if not any(row.loss_mask):
+            raise RowError("no supervised token")
+        ids, mask = np.array(row.input_ids, np.int64), np.array(row.loss_mask, bool)
+        return make_document(ids, mask, source=row.source)
 
     def _encode(self, text, raw, char_spans, byte_spans):
         """ids of the text, one encoding of the whole; starts and ends in bytes.
@@ -92,8 +111,8 @@ class ChatTokenizer:
         return self._backend.encode(text, add_special_tokens=False).ids
 
 
-def render_and_mask(tokenizer, conversation: Conversation) -> Document:
-    """Tokenise one conversation through the tokenizer's own chat template.
+def render_and_mask(tokenizer, conversation: Row) -> Document:
+    """Tokenise one row through the tokenizer's own chat template.
 
     tokenizer is a fast transformers tokenizer, or a ChatTokenizer (cheaper for many rows). Raises
     RowError for a row that is refused, ValueError for a tokenizer that cannot be used.

@@ -114,8 +114,10 @@ def _read_all(paths: Sequence[str | Path], report: RegenerateReport) -> list[Con
         for item in read_conversations(path):
             if isinstance(item, BadRow):
                 report.bad_rows.append(item)
-            else:
+            elif isinstance(item, Conversation):
                 conversations.append(item)
+            else:
+                report.bad_rows.append(BadRow(item.source, "row has no messages to answer"))
     if not conversations:
         reasons = "; ".join(map(str, report.bad_rows[:3]))
         raise ValueError(f"nothing to answer in {[str(p) for p in paths]} ({reasons or 'empty'})")
