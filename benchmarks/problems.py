@@ -67,14 +67,11 @@ class FixedTeacher:
     """
 
     known: TeacherTable
-    draft_to_target: Tensor
 
-    def table(self, numbers: Tensor) -> TeacherTable:
-        rows = numbers[:, 0].long()
-        known = self.known
-        return TeacherTable(
-            known.probs[rows], known.argmax[rows], known.in_vocab[rows], known.draft_mass[rows]
-        )
+    def table(self, numbers: Tensor, *, log_probs: bool = False) -> TeacherTable:
+        assert not log_probs
+        rows, known = numbers[:, 0].long(), self.known
+        return TeacherTable(known.probs[rows], known.choice[rows], known.draft_mass[rows])
 
 
 @dataclass(frozen=True)
@@ -146,9 +143,8 @@ def fixed_teacher(problem: Problem, count: int) -> FixedTeacher:
     gen = torch.Generator(device).manual_seed(1)
     vocab = problem.model.config.draft_vocab_size
     probs = (torch.randn(count, vocab, generator=gen, device=device) * 2).softmax(-1)
-    everywhere = torch.ones(count, dtype=torch.bool, device=device)
-    known = TeacherTable(probs, probs.argmax(-1), everywhere, everywhere.float())
-    return FixedTeacher(known, torch.arange(vocab, device=device))
+    known = TeacherTable(probs, probs.argmax(-1), torch.ones(count, device=device))
+    return FixedTeacher(known)
 
 
 def step_zero_full(pack: TrimPack) -> TrimPack:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specforge_trim import options
+from specforge_trim.loss_terms import TERMS, parse_objective
 from specforge_trim.options import ConfigError, Parser, option, section
 
 __all__ = ["Config", "ConfigError", "load_config", "config_parser", "resolve_config"]
@@ -108,6 +109,17 @@ class LossConfig:
         "training-time-test steps K; step i trains the draft's (i+1)-th token",
         at_least=1,
         at_most=64,
+    )
+    objective: str = option(
+        "soft_ce",
+        "what the draft minimises: " + ", ".join(TERMS) + ", or a weighted sum such as "
+        "0.5*soft_ce+0.5*tv",
+    )
+    lk_eta: float = option(
+        3.0,
+        "lk_lambda's eta: KL weighs exp(-eta * acceptance), total variation the rest; "
+        "0 = KL alone",
+        at_least=0.0,
     )
     loss_alignment: str = option(
         "served",
@@ -279,6 +291,10 @@ class Config:
 def _check_pairs(config: Config) -> None:
     """Settings that contradict each other or ask for what does not exist yet."""
     trim, attention, aux = config.trim, config.attention, config.model.aux_layers
+    try:
+        parse_objective(config.loss.objective)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if trim.trim_backbone_rows and not trim.trim_loss_positions:
         raise ConfigError(
             "trim_backbone_rows needs trim_loss_positions: rows that are not forwarded cannot "

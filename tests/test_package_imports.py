@@ -15,13 +15,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "specforge_trim"
 
 # area -> areas it may import. An area is a sub-package or a module at the top of the package.
-BASE = {"options", "config", "distributed"}
+BASE = {"options", "loss_terms", "config", "distributed"}
 SIDE = BASE | {"plan"}
 MAY_IMPORT = {
     "__init__": {"plan"},
     "options": set(),
+    "loss_terms": set(),
     "summary": set(),
-    "config": {"options"},
+    "config": {"options", "loss_terms"},
     "provenance": {"options", "config"},
     "distributed": {"options", "config"},
     "plan": BASE,

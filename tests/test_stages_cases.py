@@ -19,13 +19,13 @@ MASK = [0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0]
 def logits_of_steps(monkeypatch):
     """Record the logits [n, Vd] of every step's loss rows, in order of the calls."""
     seen = []
-    real = stages.linear_soft_ce
+    real = stages.linear_loss
 
     def record(hidden, weight, *args, **kwargs):
         seen.append((hidden @ weight.to(hidden.dtype).T).detach())
         return real(hidden, weight, *args, **kwargs)
 
-    monkeypatch.setattr(stages, "linear_soft_ce", record)
+    monkeypatch.setattr(stages, "linear_loss", record)
     return seen
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specforge_trim.config import Config
 from specforge_trim.distributed import World, sum_gradients
+from specforge_trim.loss_terms import parse_objective
 from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.objective.teacher import Teacher
 from specforge_trim.plan.memory import DEFAULT_ROW_MEMORY_MB, chunk_rows_for
@@ -82,6 +83,7 @@ def step_settings(config: Config) -> StepSettings:
     return StepSettings(
         backend=config.attention.attention_backend,  # type: ignore[arg-type]
         decay=config.loss.loss_decay,
+        objective=parse_objective(config.loss.objective, lk_eta=config.loss.lk_eta),
         compute_dtype=getattr(torch, config.train.dtype),
         context_chunk=config.attention.context_chunk_tokens,
         max_keys=config.attention.max_keys_per_call,

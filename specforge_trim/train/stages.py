@@ -28,8 +28,9 @@ from specforge_trim.attention.backends import select_kernel
 from specforge_trim.attention.context_kv import ContextKV, GatheredKV
 from specforge_trim.attention.reference import ReferenceKV
 from specforge_trim.attention.rows import row_attention
+from specforge_trim.loss_terms import Objective
 from specforge_trim.model.draft import Eagle3Draft
-from specforge_trim.objective.linear_soft_ce import LossMetrics, linear_soft_ce
+from specforge_trim.objective.linear_loss import SOFT_CE, LossMetrics, linear_loss
 from specforge_trim.objective.teacher import Teacher, TeacherTable
 from specforge_trim.plan.segments import ChunkStep, RowChunk
 from specforge_trim.train.context_stage import ContextStage, StreamInputs
@@ -43,7 +44,7 @@ class StepSettings:
     """How a training step computes.
 
     backend: where row attention's context side runs. max_keys: most context keys of one kernel
-    call, None = no limit. decay: step i's loss counts decay^i.
+    call, None = no limit. decay: step i's loss counts decay^i. objective: what is minimised.
     compute_dtype: activations and matrix products; weights and their gradients keep their own.
     context_chunk: tokens of the context stage computed at once.
     """
@@ -51,6 +52,7 @@ class StepSettings:
     backend: Literal["reference", "sdpa", "fa"] = "sdpa"
     max_keys: int | None = 65536
     decay: float = 0.8
+    objective: Objective = SOFT_CE
     compute_dtype: torch.dtype = torch.float32
     context_chunk: int = 4096
 
@@ -148,6 +150,7 @@ class _RowStage:
     ) -> None:
         self.model, self.batch, self.stream, self.teacher = model, batch, stream, teacher
         self.device, self.dtype = stream.ids.device, settings.compute_dtype
+        self.objective = settings.objective
         steps = batch.pack.ttt_length
         work = torch.float64 if self.dtype == torch.float64 else torch.float32
         decay = settings.decay ** torch.arange(steps, dtype=work)
@@ -165,7 +168,10 @@ class _RowStage:
         a, b = chunk.teacher_slice
         with torch.no_grad():
             last_hidden = self.batch.teacher_hidden[a:b]
-            table = self.teacher.table(last_hidden.to(self.device, self.dtype, non_blocking=True))
+            table = self.teacher.table(
+                last_hidden.to(self.device, self.dtype, non_blocking=True),
+                log_probs=self.objective.reads_log_probs,
+            )
         leaf = context.row_inputs[first:last].detach().requires_grad_()
         with torch.enable_grad():
             self._unroll(chunk, leaf, table, context.contexts).backward()
@@ -213,13 +219,13 @@ class _RowStage:
             hidden = model.final_norm(output.index_select(0, index))
         weights = self.batch.loss_weights
         a, b = step.loss_slice
-        loss, metrics = linear_soft_ce(
+        loss, metrics = linear_loss(
             hidden,
             model.lm_head.weight,
             table,
             step.teacher_index,
             scale=self.scales[i],
-            draft_to_target=self.teacher.draft_to_target,
+            objective=self.objective,
             row_weight=None if weights is None else self._put(weights[i][a:b]),
             weight_grad=model.lm_head.weight.grad,
         )
