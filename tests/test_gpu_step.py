@@ -1,4 +1,4 @@
-"""The step on a GPU: bf16 through the run-per-call kernel, errors within the classic path's own.
+"""The step on a GPU, bf16 and fp32: errors within the classic path's own.
 
 Catches: a causal mask aligned top-left where the kernel aligns it bottom-right, an lse in another
 layout, gradients of K0/V0 in the wrong rows. benchmarks/gpu_check.sh runs it.
@@ -19,25 +19,26 @@ BLOCKS = ([0] * 40 + [1] * 50 + [0] * 13 + [1, 0, 0, 0, 0, 0, 1, 1]) * 3
 @pytest.mark.parametrize("dense", [False, True], ids=["trimmed", "dense"])
 @pytest.mark.parametrize("max_keys", [None, 64])
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
-def test_bf16_gradients_on_a_gpu(backend, max_keys, dense):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_gradients_on_a_gpu(dtype, backend, max_keys, dense):
     case = make_case([BLOCKS, BLOCKS[:150]], head_dim=64, width=64, seed=1)
     exact = run_classic(case, torch.float64)
-    theirs = run_classic(case, torch.bfloat16)
-    batch = make_batch(case, make_pack(case, dense=dense), chunk_rows=90, dtype=torch.bfloat16)
+    theirs = run_classic(case, dtype)
+    batch = make_batch(case, make_pack(case, dense=dense), chunk_rows=90, dtype=dtype)
     case.model.cuda()
     case.head = case.head.cuda()
-    _, grads = run_step(case, batch, dtype=torch.bfloat16, backend=backend, max_keys=max_keys)
+    _, grads = run_step(case, batch, dtype=dtype, backend=backend, max_keys=max_keys)
     for name, want in exact.items():
         error = float((grads[name].cpu() - want).abs().max())
         own = float((theirs[name] - want).abs().max())
-        bound = 4 * own + torch.finfo(torch.bfloat16).eps * float(want.abs().max())
+        bound = 4 * own + torch.finfo(dtype).eps * float(want.abs().max())
         assert error <= bound, f"{name}: {error:.2e} > {bound:.2e}"
 
 
-def test_fp32_is_refused_with_the_remedy():
+def test_fp64_is_refused_with_the_remedy():
     case = make_case([BLOCKS], seed=1)
-    case.model.float().cuda()
-    case.head = case.head.float().cuda()
-    batch = make_batch(case, make_pack(case), dtype=torch.float32)
-    with pytest.raises(ValueError, match="bfloat16"):
-        run_step(case, batch, dtype=torch.float32)
+    case.model.cuda()
+    case.head = case.head.cuda()
+    batch = make_batch(case, make_pack(case), dtype=torch.float64)
+    with pytest.raises(ValueError, match="reference"):
+        run_step(case, batch, dtype=torch.float64)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from .kernel import Kernel
-from .kernels import flash_attn, torch_cpu, torch_cuda
+from .kernels import flash_attn, torch_cpu, torch_cuda, torch_cuda_fp32
 
 
 def select_kernel(backend: str, *, device: torch.device, dtype: torch.dtype) -> Kernel:
     """The kernel of a segmented backend.
 
     Args:
-        backend: "sdpa", torch's own flash operators; or "fa", flash-attn.
+        backend: "sdpa", torch's own flash and memory-efficient operators; or "fa", flash-attn.
         device, dtype: of queries, keys and values.
 
     Raises:
@@ -24,9 +24,11 @@ def select_kernel(backend: str, *, device: torch.device, dtype: torch.dtype) -> 
             return torch_cpu.KERNEL
         if is_half:
             return torch_cuda.KERNEL
+        if dtype == torch.float32:
+            return torch_cuda_fp32.KERNEL
         raise ValueError(
-            f"attention_backend=sdpa on a GPU computes in bfloat16 or float16, not {dtype}; set "
-            "dtype to bfloat16, or use attention_backend=reference"
+            f"attention_backend=sdpa on a GPU computes in bfloat16, float16 or float32, not "
+            f"{dtype}; set dtype to one of these, or use attention_backend=reference"
         )
     if backend == "fa":
         if device.type == "cpu":
