@@ -1,4 +1,4 @@
-"""Commands `specforge-trim {prepare,regenerate,capture,inspect,export,evaluate}`, and training.
+"""Commands `specforge-trim {prepare,regenerate,capture,verify,inspect,...}`, and training.
 
 Parses, calls the phases of pipeline.py and results.py, prints.  What a user can correct ends as
 one message on stderr and exit code 2; a traceback is a fault of this program.
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from specforge_trim import regeneration
 from specforge_trim.config import Config, ConfigError, check_world, config_parser, resolve_config
 from specforge_trim.options import HelpFormatter, Parser, nearest
 
@@ -170,44 +171,28 @@ def regenerate_command(argv: Sequence[str]) -> None:
     """Has the target write the answers of conversations itself."""
     parser = _parser(
         "regenerate",
-        "Replaces the assistant's answers by the target's own, greedily, so that the draft\n"
-        "learns the voice it will predict. Degenerate answers are dropped and counted. Resumable.",
-        "specforge-trim regenerate chats.jsonl --out answered.jsonl --max-new-tokens 256",
+        "Replaces the assistant's answers by the target's own, so that the draft learns the\n"
+        "voice it will predict: greedily in this process, or by an OpenAI-compatible server such\n"
+        "as vLLM or SGLang. Degenerate answers are dropped and counted. Resumable.",
+        "specforge-trim regenerate chats.jsonl --out answered.jsonl --server http://localhost:8000",
         ("model", "data"),
     )
     _add_files(parser)
-    parser.add_argument("--out", required=True, metavar="FILE", help="JSONL file to write")
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=256, metavar="INT",
-        help="longest answer in tokens; longer ones are dropped (default: 256)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--batch-size", type=int, default=16, metavar="INT",
-        help="conversations answered at once (default: 16)",
-    )  # fmt: skip
+    regeneration.add_flags(parser)
     arguments, config = _resolve(parser, argv)
-    import torch
-
+    regeneration.check_flags(arguments)
     from specforge_trim import distributed, pipeline
     from specforge_trim.target.regenerate import regenerate
 
     world = distributed.start()
-    target = pipeline.open_target(config, world)
-    report = regenerate(
-        pipeline.data_files(config, arguments.files),
-        arguments.out,
-        target.path,
-        max_new_tokens=arguments.max_new_tokens,
-        batch_size=arguments.batch_size,
-        max_length=config.data.max_length,
-        dtype=getattr(torch, config.model.target_dtype),
-        device=str(world.device),
-    )
-    print(f"{report.written} conversations written to {arguments.out}")
-    for reason, count in report.dropped.most_common():
-        print(f"  dropped {count} x {reason}")
-    for row in report.bad_rows:
-        print(f"  not used {row}")
+    if arguments.server is None:
+        target = pipeline.open_target(config, world)
+        source = regeneration.local_source(arguments, config, target.path, world.device)
+    else:
+        source = regeneration.server_source(arguments)
+    files = pipeline.data_files(config, arguments.files)
+    report = regenerate(files, arguments.out, source)
+    print(regeneration.summary(report, arguments.out))
     distributed.stop(world)
     if not report.written:
         raise ValueError(f"no answer is usable, so {arguments.out} is empty: see the counts above")
@@ -233,6 +218,28 @@ def capture_command(argv: Sequence[str]) -> None:
     if world.is_main:
         print(f"features of {len(store)} conversations, {store.num_tokens} tokens\n{store.folder}")
     distributed.stop(world)
+
+
+def verify_command(argv: Sequence[str]) -> None:
+    """Reads feature stores from end to end and names what is damaged."""
+    parser = Parser(
+        prog="specforge-trim verify",
+        description="Reads every shard of feature stores, compares its checksum and looks for\n"
+        "values that are not finite. Exit code 2 when something is damaged.\n\n"
+        "example:\n  specforge-trim verify ~/.cache/specforge_trim/features/*",
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("folders", nargs="+", metavar="DIR", help="folders of feature stores")
+    parser.add_argument(
+        "--remove", action="store_true",
+        help="remove damaged shards, so that the next capture makes them again",
+    )  # fmt: skip
+    arguments = parser.parse_args(argv)
+    from specforge_trim.data.verify import verify_store
+
+    damaged = sum(verify_store(folder, remove=arguments.remove) for folder in arguments.folders)
+    if damaged:
+        raise ValueError(f"{damaged} shards are damaged or missing, named above")
 
 
 def inspect_command(argv: Sequence[str]) -> None:
@@ -324,6 +331,7 @@ COMMANDS: dict[str, Command] = {
     "prepare": prepare_command,
     "regenerate": regenerate_command,
     "capture": capture_command,
+    "verify": verify_command,
     "inspect": inspect_command,
     "export": export_command,
     "evaluate": evaluate_command,

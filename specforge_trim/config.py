@@ -7,20 +7,35 @@ needs the target or the data to be judged is refused where they are read.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specforge_trim import options
-from specforge_trim.loss_terms import TERMS, parse_objective
+from specforge_trim.config_checks import check_pairs, check_world
+from specforge_trim.loss_terms import TERMS
 from specforge_trim.options import ConfigError, Parser, option, section
 
-__all__ = ["Config", "ConfigError", "load_config", "config_parser", "resolve_config"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "check_world",
+    "config_parser",
+    "load_config",
+    "resolve_config",
+]
 
 DTYPES = ("float32", "bfloat16")
-_PATHS = ("draft_config", "train_data", "cache_dir", "output_dir", "eval_data")
+_PATHS = (
+    "draft_config",
+    "vocab_map",
+    "train_data",
+    "train_features",
+    "cache_dir",
+    "output_dir",
+    "eval_data",
+)
 
 
 @dataclass(frozen=True)
@@ -46,11 +61,27 @@ class ModelConfig:
         "none = what the draft config says, else the target's whole vocabulary",
         at_least=1,
     )
+    vocab_map: str | None = option(
+        None,
+        "draft vocabulary another trainer chose: vocab_mapping.pt, a folder with d2t.npy and "
+        "t2d.npy, or token_freq.pt; none = counted in the training data",
+    )
     init_head_from_target: bool = option(
         True, "start the draft's head from the target's rows (needs equal hidden sizes)"
     )
     target_dtype: str = option(
         "bfloat16", "number format the target runs in while features are made", choices=DTYPES
+    )
+    target_device_map: str | None = option(
+        None,
+        "spread a large target over all devices of one process, as transformers' device_map does; "
+        "none = the whole target on each rank's device",
+        choices=("auto", "balanced", "balanced_low_0", "sequential"),
+    )
+    target_tensor_parallel: bool = option(
+        False,
+        "split a large target over all ranks while features are made (transformers' tp_plan); "
+        "every rank then runs the same documents",
     )
 
 
@@ -60,6 +91,11 @@ class DataConfig:
 
     train_data: tuple[str, ...] = option(
         (), "JSONL files of conversations (messages or ShareGPT) to train on"
+    )
+    train_features: str | None = option(
+        None,
+        "folder of target features another trainer captured (SpecForge .ckpt, speculators "
+        "hs_*.safetensors, ModelOpt .pt), trained on instead of train_data",
     )
     cache_dir: str = option(
         "~/.cache/specforge_trim",
@@ -97,6 +133,14 @@ class DataConfig:
     )
     feature_dtype: str = option(
         "bfloat16", "number format of the features on disk", choices=DTYPES
+    )
+    check_disk: bool = option(
+        True, "refuse to capture features when the disk is too small for them"
+    )
+    online: bool = option(
+        False,
+        "run the target while training and store nothing: each rank holds the whole target, and "
+        "every epoch computes the features again",
     )
 
 
@@ -266,7 +310,7 @@ class Config:
 
     def __post_init__(self) -> None:
         options.check_limits(self)
-        _check_pairs(self)
+        check_pairs(self)
 
     @property
     def max_density(self) -> float:
@@ -286,54 +330,6 @@ class Config:
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Nested plain values, for provenance and for YAML."""
         return options.to_dict(self)
-
-
-def _check_pairs(config: Config) -> None:
-    """Settings that contradict each other or ask for what does not exist yet."""
-    trim, attention, aux = config.trim, config.attention, config.model.aux_layers
-    try:
-        parse_objective(config.loss.objective)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    if trim.trim_backbone_rows and not trim.trim_loss_positions:
-        raise ConfigError(
-            "trim_backbone_rows needs trim_loss_positions: rows that are not forwarded cannot "
-            "emit a loss; add --trim-loss-positions or drop --trim-backbone-rows"
-        )
-    if trim.stop_grad_context_tokens:
-        raise ConfigError("--stop-grad-context-tokens is not available yet; drop it")
-    if attention.local_attention is not None and attention.attention_backend != "usp":
-        raise ConfigError(
-            f"local_attention = {attention.local_attention!r} has no effect with "
-            f"attention_backend = {attention.attention_backend!r}: it is what usp runs in a rank"
-        )
-    if "fa" in (attention.attention_backend, attention.local_attention):
-        if importlib.util.find_spec("flash_attn") is None:
-            raise ConfigError(
-                "attention_backend = 'fa' needs the package flash-attn, which is not installed: "
-                "install the extra 'flash' or use --attention-backend sdpa"
-            )
-    for key, folder in (
-        ("output_dir", config.train.output_dir), ("cache_dir", config.data.cache_dir)
-    ):  # fmt: skip
-        path = Path(folder).expanduser()
-        if not folder.strip() or (path.exists() and not path.is_dir()):
-            raise ConfigError(f"{key} = {folder!r}, expected a folder or a name for a new one")
-    if aux is not None and (not aux or list(aux) != sorted(set(aux))):
-        raise ConfigError(f"aux_layers = {list(aux)}, expected ascending, distinct layer ids")
-    if config.model.draft_config is not None and not Path(config.model.draft_config).is_file():
-        raise ConfigError(f"--draft-config {config.model.draft_config}: no such file")
-
-
-def check_world(config: Config, world_size: int) -> None:
-    """Refuses settings that do not fit the number of ranks."""
-    if config.attention.attention_backend == "usp":
-        if world_size == 1:
-            raise ConfigError(
-                "attention_backend = 'usp' shards sequences over ranks and this run has one: "
-                "start it with torchrun --nproc_per_node 2 or use --attention-backend sdpa"
-            )
-        raise ConfigError("attention_backend = 'usp' is not available yet; use sdpa")
 
 
 def config_parser(

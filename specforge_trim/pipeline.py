@@ -1,10 +1,10 @@
 """From a configuration to a trained draft: the phases, each of which reuses its result.
 
-    open_target   the target's files, its configuration, the draft's sizes
-    prepare_data  conversations -> tokenised documents
-    make_features target hidden states of the documents, in a store
-    build_draft   the untrained draft with its vocabulary, and the teacher
-    train_draft   all of these, then the training loop
+    open_target    the target's files, its configuration, the draft's sizes
+    prepare_data   conversations -> tokenised documents
+    training_data  documents and their features: captured, online, or another trainer's
+    build_draft    the untrained draft with its vocabulary, and the teacher
+    train_draft    all of these, then the training loop
 
 The commands, the training script and the quickstart are sequences of these calls; what comes
 after training is in results.py.
@@ -15,60 +15,35 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specforge_trim.config import Config, ConfigError
 from specforge_trim.data.dataset import PreparedData, prepare
-from specforge_trim.data.store import FeatureStore, StoredDocument
+from specforge_trim.data.peer_formats.folder import PeerData
+from specforge_trim.data.peer_formats.vocab_maps import read_vocab_maps
 from specforge_trim.data.supervision import MaskOptions
-from specforge_trim.data.tokenize import Document
 from specforge_trim.distributed import World
+from specforge_trim.feature_sources import (
+    Target,
+    TrainingDocuments,
+    make_features,
+    online_documents,
+    open_peer_data,
+)
 from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.model.draft_config import DraftConfig
-from specforge_trim.model.vocab import build_draft_vocab, check_vocab_sizes
+from specforge_trim.model.vocab import build_draft_vocab, check_maps, check_vocab_sizes
 from specforge_trim.objective.teacher import Teacher
 from specforge_trim.provenance import provenance
 from specforge_trim.target.aux_layers import resolve_aux_layers
 from specforge_trim.target.embedded import resolve_target
-from specforge_trim.target.features import capture, is_captured, store_spec
-from specforge_trim.target.hf import HFTarget, load_embedding_and_head, target_fingerprint
+from specforge_trim.target.hf import load_embedding_and_head, target_fingerprint
+from specforge_trim.train.loader import Documents
 from specforge_trim.train.loop import TrainSummary, train
-
-
-@dataclass(frozen=True)
-class Target:
-    """A target that is on disk, not loaded, and the draft that fits it.
-
-    path: what transformers loads; text_config: of its language part; draft: sizes in force.
-    """
-
-    path: str | Path
-    text_config: Any
-    draft: DraftConfig
-
-    def tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self.path)
-
-
-@dataclass(frozen=True)
-class TrainingDocuments:
-    """Tokens and features of the training documents, as the batch loader reads them."""
-
-    data: PreparedData
-    store: FeatureStore
-
-    def tokens(self, number: int) -> Document:
-        return self.data[number]
-
-    def features(self, number: int) -> StoredDocument:
-        return self.store.document(number)
-
 
 # ---------------------------------------------------------------------- target and data
 
@@ -189,55 +164,54 @@ def prepare_data(
     )
 
 
-def make_features(
-    config: Config, target: Target, data: PreparedData, world: World
-) -> FeatureStore:
-    """The feature store of `data`: opened where it is complete, else (or further) captured.
-
-    Every rank captures its share of the missing shards.
-    """
-    dtype = getattr(torch, config.data.feature_dtype)
-    spec = store_spec(target.path, aux_layers=target.draft.aux_layers, dtype=dtype)
-    layers = "-".join(map(str, spec.aux_layers))
-    name = f"{data.fingerprint[:16]}-{spec.target_fingerprint[:12]}-{layers}-{spec.dtype}"
-    folder = config.cache_dir / "features" / name
-    # Every rank looks before any writes, so all of them decide alike.
-    if not world.together(lambda: is_captured(data, spec, folder)):
-        world.together(lambda: _capture(config, target, data, folder, world))
-    doc_ids = [document.doc_id for document in data]
-    return FeatureStore.open(folder, expect=spec, doc_ids=doc_ids)
-
-
-def _capture(
-    config: Config, target: Target, data: PreparedData, folder: Path, world: World
-) -> None:
-    model = HFTarget.load(
-        target.path,
-        dtype=getattr(torch, config.model.target_dtype),
-        device=world.device,
-        aux_layers=target.draft.aux_layers,
-    )
-    capture(
-        data,
-        model,
-        folder,
-        rank=world.rank,
-        world_size=world.size,
-        dtype=getattr(torch, config.data.feature_dtype),
-        progress=world.is_main,
-    )
+def training_data(
+    config: Config, target: Target, world: World
+) -> tuple[PreparedData | PeerData, Documents]:
+    """What is trained on, and where a batch gets its tokens and features from."""
+    if config.data.train_features is not None:
+        peer = open_peer_data(config, target, world)
+        return peer, peer
+    data = prepare_data(config, target, world)
+    if config.data.online:
+        return data, online_documents(config, target, data, world)
+    return data, TrainingDocuments(data, make_features(config, target, data, world))
 
 
 # ---------------------------------------------------------------------- draft
 
 
+def draft_vocab(
+    config: Config, target: Target, data: PreparedData | PeerData
+) -> tuple[Tensor, Tensor]:
+    """d2t and t2d: the vocabulary that vocab_map names, else the most frequent tokens of `data`.
+
+    Raises ConfigError when the map has another size than the draft.
+    """
+    sizes = {
+        "vocab_size": target.draft.vocab_size,
+        "draft_vocab_size": target.draft.draft_vocab_size,
+    }
+    path = config.model.vocab_map
+    if path is None:
+        return build_draft_vocab(data, **sizes)
+    found = read_vocab_maps(path, vocab_size=target.draft.vocab_size)
+    if isinstance(found, Tensor):
+        return build_draft_vocab(found, **sizes)
+    d2t, t2d = found
+    if d2t.numel() != target.draft.draft_vocab_size:
+        raise ConfigError(
+            f"vocab_map {path} keeps {d2t.numel()} tokens, the draft has "
+            f"{target.draft.draft_vocab_size}: set draft_vocab_size = {d2t.numel()}"
+        )
+    check_maps(d2t, t2d, vocab_size=target.draft.vocab_size)
+    return d2t, t2d
+
+
 def build_draft(
-    config: Config, target: Target, data: PreparedData, *, device: torch.device
+    config: Config, target: Target, data: PreparedData | PeerData, *, device: torch.device
 ) -> tuple[Eagle3Draft, Teacher]:
     """The untrained draft (fp32 weights, the same on every rank) and the teacher, on `device`."""
-    d2t, t2d = build_draft_vocab(
-        data, vocab_size=target.draft.vocab_size, draft_vocab_size=target.draft.draft_vocab_size
-    )
+    d2t, t2d = draft_vocab(config, target, data)
     head = load_embedding_and_head(target.path)
     torch.manual_seed(config.train.seed)
     model = Eagle3Draft(target.draft)
@@ -257,16 +231,16 @@ def build_draft(
 
 def train_draft(config: Config, world: World) -> TrainSummary:
     """All phases up to the trained draft; its state lies in output_dir/checkpoints."""
-    data_files(config)  # before the target is fetched
+    if config.data.train_features is None:
+        data_files(config)  # before the target is fetched
     target = open_target(config, world)
-    data = prepare_data(config, target, world)
-    store = make_features(config, target, data, world)
+    data, documents = training_data(config, target, world)
     model, teacher = world.together(lambda: build_draft(config, target, data, device=world.device))
     return train(
         config,
         model=model,
         teacher=teacher,
-        documents=TrainingDocuments(data, store),
+        documents=documents,
         lengths=[int(length) for length in data.lengths],
         world=world,
         identity=run_identity(config, target, data, model, world),
@@ -275,7 +249,7 @@ def train_draft(config: Config, world: World) -> TrainSummary:
 
 
 def run_identity(
-    config: Config, target: Target, data: PreparedData, model: Eagle3Draft, world: World
+    config: Config, target: Target, data: PreparedData | PeerData, model: Eagle3Draft, world: World
 ) -> dict[str, Any]:
     """What a resumed run must share with its checkpoint: meaning of weights, order of data."""
     kept = hashlib.sha256(model.d2t.cpu().numpy().tobytes()).hexdigest()[:16]

@@ -5,6 +5,7 @@ type that trains for hours, a flag that loses to the file, two settings that con
 """
 
 import dataclasses
+import importlib.util
 
 import pytest
 import yaml
@@ -141,7 +142,7 @@ def test_config_wrong_flags_name_what_is_wrong(argv, words):
 
 
 def test_config_fa_without_its_package_is_refused(monkeypatch):
-    monkeypatch.setattr(cfg.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="fa.*flash-attn.*not installed"):
         load("--attention-backend", "fa")
 

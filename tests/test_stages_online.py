@@ -11,28 +11,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny import random_ids_and_mask, save_tiny_target
-from tiny_draft import random_draft
+from tiny_step import Doc, run_step
 
 from specforge_trim.data.store import FeatureStore
-from specforge_trim.objective.teacher import Teacher
 from specforge_trim.plan.pack import build_trim_pack
 from specforge_trim.plan.segments import plan_chunks
 from specforge_trim.target.features import capture, store_spec
-from specforge_trim.target.hf import HFTarget, load_embedding_and_head
-from specforge_trim.train.batch import BatchLoader, PlanSettings, Schedule
+from specforge_trim.target.hf import HFTarget
+from specforge_trim.train.batch import PlanSettings
+from specforge_trim.train.loader import BatchLoader
 from specforge_trim.train.metrics import StepCounts, metrics_row
-from specforge_trim.train.stages import StepSettings, ttt_step
+from specforge_trim.train.sampler import Schedule
 
 STEPS = 4
 TRIM = {"trim_loss_positions": True, "trim_backbone_rows": True}
-
-
-@dataclass(frozen=True)
-class Doc:
-    input_ids: torch.Tensor
-    loss_mask: torch.Tensor
-    source: str
-    doc_id: str
 
 
 @dataclass(frozen=True)
@@ -62,18 +54,6 @@ def documents():
         ids, mask = random_ids_and_mask(length, seed=i, spans=1 + i, span_length=5)
         made.append(Doc(ids, mask, f"data.jsonl:{i + 1}", f"id{i}"))
     return made
-
-
-def run_step(target, batch):
-    """Metric sums and the gradient of every trainable parameter of a fixed draft."""
-    draft = random_draft(target, draft_vocab_size=150)
-    head = load_embedding_and_head(target.name)
-    teacher = Teacher(head.head, draft.draft_to_target, draft.t2d, head.logit_post)
-    denominators = torch.full((STEPS,), float(len(batch.input_ids)))
-    result = ttt_step(
-        draft, batch, teacher=teacher, denominators=denominators, settings=StepSettings()
-    )
-    return result, {n: p.grad for n, p in draft.named_parameters() if p.requires_grad}
 
 
 def online_batch(target, documents):
@@ -124,8 +104,8 @@ def test_stages_online_equals_offline(target, documents, tmp_path, num_workers):
     offline = offline_batch(target, documents, tmp_path, num_workers=num_workers)
     by_id = {d.doc_id: d for d in documents}
     online = online_batch(target, [by_id[name] for name in offline.doc_ids])
-    found, found_grads = run_step(target, offline)
-    expected, expected_grads = run_step(target, online)
+    found, found_grads = run_step(target, offline, steps=STEPS)
+    expected, expected_grads = run_step(target, online, steps=STEPS)
     assert bool((expected.loss > 1.0).all())  # every step has in-vocabulary rows to compare
     for name in ("loss", "correct", "accept", "accept_in_vocab", "in_vocab"):
         # The same numbers in the same order: no rounding is involved.
@@ -137,7 +117,7 @@ def test_stages_online_equals_offline(target, documents, tmp_path, num_workers):
     # The control: one token off is seen.
     moved = SimpleNamespace(**vars(online))
     moved.aux = lambda a, b: online.aux(0, len(online.input_ids)).roll(1, 0)[a:b]
-    shifted, _ = run_step(target, moved)
+    shifted, _ = run_step(target, moved, steps=STEPS)
     assert float((shifted.loss - expected.loss).abs().min()) > 1e-3
 
 

@@ -11,15 +11,10 @@ import pytest
 import torch
 from tiny import random_ids_and_mask, save_tiny_target
 
-from specforge_trim.data.store import (
-    FeatureStore,
-    MemoryDocument,
-    StoreSpec,
-    StoreWriter,
-    teacher_positions,
-)
+from specforge_trim.data.document_features import BadFeatures, MemoryDocument, teacher_positions
+from specforge_trim.data.store import FeatureStore, StoreSpec, StoreWriter
 from specforge_trim.target.features import capture, capture_document, is_captured, store_spec
-from specforge_trim.target.hf import HFTarget
+from specforge_trim.target.hf import HFTarget, TargetFeatures
 
 SPEC = StoreSpec("abc", (2, 4, 5), 4, "float32", target_name="t")
 
@@ -217,20 +212,76 @@ def test_ranks_share_the_shards_and_a_rerun_keeps_them(tmp_path, target, monkeyp
     assert captured == []
 
 
-def test_states_that_are_not_finite_stop_with_the_document_named(tmp_path, target):
-    data = documents(3)
+def spoiled_target(target, lengths):
+    """The target with states that are not finite for documents of these lengths."""
     broken = HFTarget(target.model, name=target.name, fingerprint=target.fingerprint)
     whole = broken.features
-    broken.features = lambda ids: type(whole(ids))(whole(ids).aux * float("nan"), whole(ids).last)
-    with pytest.raises(ValueError, match="data.jsonl:1.*not finite"):
-        capture_document(broken, data[0])
+
+    def features(ids):
+        aux, last = (states.clone() for states in whole(ids))
+        if len(ids) in lengths:
+            aux[2] = float("nan")
+        return TargetFeatures(aux, last)
+
+    broken.features = features
+    return broken
+
+
+def test_states_that_are_not_finite_are_named_and_too_many_stop(tmp_path, target, caplog):
+    data = documents()
+    capture(data, spoiled_target(target, {16}), tmp_path / "a", max_bad_fraction=0.2,
+            progress=False)  # fmt: skip
+    assert "data.jsonl:2: the aux state of token 2 is not finite" in caplog.text
+    store = FeatureStore.open(tmp_path / "a")
+    assert store.problems(0) == {1: "the aux state of token 2 is not finite"}
+    with pytest.raises(BadFeatures, match="shard-00000.*token 2"):
+        store.document(1).check()
+    store.document(0).check()
+    with pytest.raises(ValueError, match="2 of 7 documents.*max_bad_fraction"):
+        capture(data, spoiled_target(target, {16, 27}), tmp_path / "b", max_bad_fraction=0.2,
+                progress=False)  # fmt: skip
+
+
+def test_damage_is_found_once_per_shard(tmp_path, monkeypatch):
+    write_store(tmp_path, [4, 7, 1, 12, 3])
+    path = tmp_path / "shard-00001.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])  # one bit
+    store = FeatureStore.open(tmp_path)
+    assert store.is_complete and store.problems(0) == {}
+    assert set(store.problems(1)) == {2, 3} and "checksum" in store.problems(1)[2]
+    with pytest.raises(BadFeatures, match="shard-00001.*damaged"):
+        store.document(3).check()
+    path.write_bytes(whole)
+    assert store.problems(1) != {}  # what was found stays, nothing is read twice
+    assert FeatureStore.open(tmp_path).problems(1) == {}
+
+
+def test_a_shard_of_another_store_is_foreign(tmp_path):
+    write_store(tmp_path / "a", [4, 7, 1])
+    made = features([4, 7, 1])
+    for name, spec, ids in (
+        ("other documents", SPEC, ["x", "y", "z"]),
+        ("other target", replace(SPEC, target_fingerprint="def"), ["d0", "d1", "d2"]),
+    ):
+        writer = StoreWriter(
+            tmp_path / name, spec, doc_ids=ids, lengths=[4, 7, 1], shard_tokens=10
+        )
+        writer.write(0, made[:2])
+        foreign = (tmp_path / name / "shard-00000.safetensors").read_bytes()
+        (tmp_path / "a" / "shard-00000.safetensors").write_bytes(foreign)
+        problems = FeatureStore.open(tmp_path / "a").problems(0)
+        assert set(problems) == {0, 1} and "foreign" in problems[0], name
 
 
 def test_too_small_a_disk_is_an_error_before_the_work(tmp_path, target, monkeypatch):
     usage = type("usage", (), {"free": 1000})
     monkeypatch.setattr("specforge_trim.target.features.shutil.disk_usage", lambda path: usage)
-    with pytest.raises(OSError, match="features need"):
+    with pytest.raises(OSError, match="features need.*--no-check-disk"):
         capture(documents(), target, tmp_path, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+    capture(documents(2), target, tmp_path / "told", check_disk=False, progress=False)
+    assert FeatureStore.open(tmp_path / "told").is_complete
 
 
 def test_stored_dtype_is_recorded(tmp_path, target):

@@ -9,7 +9,9 @@ import torch
 from tiny import CHATML, save_tiny_target, tiny_messages, tiny_tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from specforge_trim.target.regenerate import Answer, degenerate_reason, regenerate
+from specforge_trim.target.answers import Answer, degenerate_reason
+from specforge_trim.target.local_answers import LocalAnswers
+from specforge_trim.target.regenerate import regenerate
 
 END_IDS = [2, *range(100, 130)]  # a random model meets one of so many soon
 STRICT = "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('no') }}{% endif %}" + CHATML
@@ -33,7 +35,7 @@ def read(path):
 
 def run(paths, out, target, **options):
     options = {"max_new_tokens": 12, "batch_size": 3, "dtype": torch.float32, **options}
-    return regenerate(paths, out, target, progress=False, **options)
+    return regenerate(paths, out, LocalAnswers(target, **options), progress=False)
 
 
 def greedy(model, ids, limit):
@@ -112,7 +114,7 @@ class Interrupt(Exception):
 
 def count_requests(monkeypatch, *, stop_after=None):
     """Record every prompt the target is asked; raise after so many batches."""
-    from specforge_trim.target import regenerate as module
+    from specforge_trim.target import local_answers as module
 
     asked, batches, whole = [], [], module._Writer.answer
 

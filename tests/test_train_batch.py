@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from specforge_trim.plan.cost import DraftDims
-from specforge_trim.train.batch import BatchLoader, PlanSettings, make_batch
+from specforge_trim.train.batch import PlanSettings, make_batch
+from specforge_trim.train.loader import BatchLoader
 from specforge_trim.train.sampler import Schedule
 
 DT, AUX = 2, 6
@@ -23,6 +24,7 @@ class Tokens:
     input_ids: torch.Tensor
     loss_mask: torch.Tensor
     doc_id: str
+    source: str = "data.jsonl:1"
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,9 @@ class Stored:
 
     def last(self):
         return (100.0 * self.number + self.last_positions.float())[:, None].expand(-1, DT)
+
+    def check(self):
+        pass
 
 
 class Fake:

@@ -196,11 +196,9 @@ def test_train_metric_lines_of_replayed_steps_stand_once(tmp_path):
     log = JsonLines(path, resume_step=0)
     for step in (1, 2, 3):
         log.write({"step": step, "loss": step})
-    log.close()
     with path.open("a") as file:
         file.write('{"step": 4, "lo')  # cut off by a kill
     log = JsonLines(path, resume_step=2)
     log.write({"step": 3, "loss": 33})
-    log.close()
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(r["step"], r["loss"]) for r in rows] == [(1, 1), (2, 2), (3, 33)]

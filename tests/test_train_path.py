@@ -120,10 +120,14 @@ def test_train_path_trimming_does_not_change_the_losses(place, straight, flags):
     assert full[0]["loss_rows"] == straight[0]["loss_rows"]
 
 
-def test_train_path_accumulation_equals_ranks(place):
-    alone = run(place, "alone", *TRIM, "--accumulate", "2")
-    command = [sys.executable, str(ROOT / "train_eagle3.py"), *TRIM]
-    command += ["--config", str(place / "recipe.yaml"), "--output-dir", str(place / "ranks")]
+@pytest.mark.parametrize(
+    "source", [[], pytest.param(["--online"], marks=pytest.mark.slow)], ids=["store", "online"]
+)
+def test_train_path_accumulation_equals_ranks(place, source):
+    alone = run(place, f"alone{len(source)}", *TRIM, "--accumulate", "2")
+    out = place / f"ranks{len(source)}"
+    command = [sys.executable, str(ROOT / "train_eagle3.py"), *TRIM, *source]
+    command += ["--config", str(place / "recipe.yaml"), "--output-dir", str(out)]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -136,7 +140,7 @@ def test_train_path_accumulation_equals_ranks(place):
     errors = [process.communicate(timeout=240)[1].decode() for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], errors
     assert "train:" not in errors[1]  # one progress bar, not one per rank
-    assert losses(rows(place / "ranks")) == pytest.approx(losses(alone), rel=1e-5)
+    assert losses(rows(out)) == pytest.approx(losses(alone), rel=1e-5)
 
 
 @pytest.mark.slow

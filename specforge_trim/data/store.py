@@ -5,29 +5,32 @@
                                from the start of the document; last_ends int64 [documents]
 
 A file appears under its name only when it is complete. Shards do not depend on the number of
-writers, so any number of ranks may write, stop and go on. Reading works while others write.
+writers, so any number of ranks may write, stop and go on. Reading works while others write. A
+shard's header carries its checksum and whose it is: the manifest is written once, before any
+shard, so that no two writers ever share a file.
 Letters: A aux layers, Dt target hidden, n positions whose last hidden state is kept.
 """
 
 import hashlib
 import json
 import os
-import tempfile
-import time
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-FORMAT = 1
+from specforge_trim.data.atomic import remove_stale, replaced
+from specforge_trim.data.document_features import BadFeatures, DocumentFeatures, check_finite
+
+FORMAT = 2
+HEADER = "specforge_trim"  # the entry of a shard's header that is ours
 AFTER_FINAL_NORM = "after final norm"
-STALE_SECONDS = 3600
 
 
 @dataclass(frozen=True)
@@ -46,49 +49,6 @@ class StoreSpec:
         return getattr(torch, self.dtype)
 
 
-class DocumentFeatures(Protocol):
-    """Features of one document, wherever they lie."""
-
-    num_tokens: int
-    last_positions: Tensor  # int64 [n], ascending
-
-    def aux(self, lo: int = 0, hi: int | None = None) -> Tensor:
-        """Aux states of tokens [lo, hi): [hi-lo, A*Dt]."""
-
-    def last(self) -> Tensor:
-        """Last hidden states at `last_positions`: [n, Dt]."""
-
-
-@dataclass(frozen=True)
-class MemoryDocument:
-    """Features held in memory: what a target just computed."""
-
-    aux_states: Tensor  # [num_tokens, A*Dt]
-    last_states: Tensor  # [n, Dt]
-    last_positions: Tensor  # int64 [n]
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.aux_states)
-
-    def aux(self, lo: int = 0, hi: int | None = None) -> Tensor:
-        return self.aux_states[lo:hi]
-
-    def last(self) -> Tensor:
-        return self.last_states
-
-
-def teacher_positions(loss_mask: Tensor) -> Tensor:
-    """Positions p whose last hidden state some loss alignment reads: mask[p] or mask[p-1].
-
-    loss_mask bool [L] -> int64 [n]. A teacher stands at row + 1, and a row counts by its own
-    token's mask or by the next one's.
-    """
-    needed = loss_mask.bool().clone()
-    needed[1:] |= loss_mask.bool()[:-1]
-    return needed.nonzero().flatten()
-
-
 @dataclass(frozen=True)
 class _Manifest:
     spec: StoreSpec
@@ -103,10 +63,28 @@ class _Manifest:
             raise ValueError(f"{folder} holds no target features (no manifest.json)")
         data = json.loads(path.read_text(encoding="utf-8"))
         if data.get("format") != FORMAT:
-            raise ValueError(f"{path}: format is {data.get('format')}, expected {FORMAT}")
+            raise ValueError(
+                f"{path}: format is {data.get('format')}, expected {FORMAT}: remove the folder "
+                "and capture again"
+            )
         spec = StoreSpec(**{**data["spec"], "aux_layers": tuple(data["spec"]["aux_layers"])})
         lists = (tuple(data[key]) for key in ("doc_ids", "lengths", "shard_ends"))
         return cls(spec, *lists)
+
+    def header(self, shard: int) -> dict[str, str]:
+        """What a shard's file says about itself, its checksum apart."""
+        spec = self.spec
+        layers = " ".join(map(str, spec.aux_layers))
+        return {
+            "content": content_hash(self.doc_ids),
+            "features": f"{spec.target_fingerprint} layers {layers} {spec.dtype}",
+            "shard": str(shard),
+        }
+
+    def documents(self, shard: int) -> range:
+        """The documents of a shard."""
+        ends = (0, *self.shard_ends)
+        return range(ends[shard], ends[shard + 1])
 
     def write(self, folder: Path) -> None:
         data = {
@@ -118,7 +96,7 @@ class _Manifest:
             "lengths": self.lengths,
             "doc_ids": self.doc_ids,
         }
-        with _replaced(folder / "manifest.json") as temporary:
+        with replaced(folder / "manifest.json") as temporary:
             temporary.write_text(json.dumps(data), encoding="utf-8")
 
     def check(self, folder: Path, spec: StoreSpec | None, doc_ids: Sequence[str] | None) -> None:
@@ -171,7 +149,7 @@ class StoreWriter:
             _Manifest(spec, tuple(doc_ids), lengths, ends).write(self.folder)
         self._manifest = _Manifest.read(self.folder)
         self._manifest.check(self.folder, spec, doc_ids)
-        _remove_stale(self.folder)
+        remove_stale(self.folder)
 
     @property
     def num_shards(self) -> int:
@@ -179,8 +157,7 @@ class StoreWriter:
 
     def documents(self, shard: int) -> range:
         """The documents of a shard."""
-        ends = (0, *self._manifest.shard_ends)
-        return range(ends[shard], ends[shard + 1])
+        return self._manifest.documents(shard)
 
     def missing(self, *, rank: int = 0, world_size: int = 1) -> list[int]:
         """Shards of this rank (every world_size-th) that are not there or not whole."""
@@ -206,8 +183,11 @@ class StoreWriter:
             "last_positions": torch.cat([document.last_positions for document in features]),
             "last_ends": counts.cumsum(0),
         }
-        with _replaced(_shard_path(self.folder, shard)) as temporary:
-            save_file({key: value.contiguous() for key, value in tensors.items()}, temporary)
+        tensors = {key: value.contiguous() for key, value in tensors.items()}
+        header = self._manifest.header(shard) | {"crc32": _crc32(tensors)}
+        with replaced(_shard_path(self.folder, shard)) as temporary:
+            # One entry: several are written in no fixed order, and equal shards are equal files.
+            save_file(tensors, temporary, metadata={HEADER: json.dumps(header)})
 
 
 @dataclass(frozen=True)
@@ -234,8 +214,14 @@ class StoredDocument:
     @cached_property
     def _last_range(self) -> tuple[int, int]:
         ends = self.store._file(self.shard).get_tensor("last_ends").tolist()
-        nth = self.index - self.store._first_document(self.shard)
+        nth = self.index - self.store._manifest.documents(self.shard).start
         return (ends[nth - 1] if nth else 0, ends[nth])
+
+    def check(self) -> None:
+        """Read the shard if this process has not yet; raise BadFeatures when it is damaged."""
+        problem = self.store.problems(self.shard).get(self.index)
+        if problem is not None:
+            raise BadFeatures(f"{_shard_path(self.store.folder, self.shard)}: {problem}")
 
 
 class FeatureStore:
@@ -246,6 +232,7 @@ class FeatureStore:
         self._manifest = manifest
         self._place = list(_places(manifest))
         self._files: dict[int, object] = {}
+        self._problems: dict[int, dict[int, str]] = {}
         self._pid = os.getpid()
 
     @classmethod
@@ -282,14 +269,60 @@ class FeatureStore:
     def is_complete(self) -> bool:
         return not self.missing_shards()
 
+    @property
+    def num_shards(self) -> int:
+        return len(self._manifest.shard_ends)
+
+    def shard_path(self, shard: int) -> Path:
+        return _shard_path(self.folder, shard)
+
+    def names(self, documents: Sequence[int]) -> str:
+        """Documents by the start of their ids, for messages."""
+        return ", ".join(self._manifest.doc_ids[i][:12] for i in documents)
+
+    def problems(self, shard: int) -> dict[int, str]:
+        """Documents of a shard that cannot be trained on, with the reason; {} = none.
+
+        The first call in a process reads the shard from end to end and compares its checksum,
+        which also brings it into the page cache; later calls give what was found then.
+        """
+        if shard not in self._problems:
+            documents = self._manifest.documents(shard)
+            try:
+                found = self._find_problems(shard)
+            except (BadFeatures, OSError, SafetensorError) as error:
+                found = dict.fromkeys(documents, str(error))
+            self._problems[shard] = found
+        return self._problems[shard]
+
+    def _find_problems(self, shard: int) -> dict[int, str]:
+        file, documents = self._file(shard), self._manifest.documents(shard)
+        lengths = self._manifest.lengths
+        header = json.loads((file.metadata() or {}).get(HEADER, "{}"))
+        for key, expected in self._manifest.header(shard).items():
+            if header.get(key) != expected:
+                raise BadFeatures(f"{key} is {header.get(key)}, expected {expected}: foreign file")
+        tokens = sum(lengths[i] for i in documents)
+        shape = file.get_slice("aux").get_shape()
+        width = len(self.spec.aux_layers) * self.spec.hidden_size
+        if list(shape) != [tokens, width]:
+            raise BadFeatures(f"aux has shape {list(shape)}, expected {[tokens, width]}")
+        if header.get("crc32") != _crc32({key: file.get_tensor(key) for key in file.keys()}):
+            raise BadFeatures("the checksum differs: the file is damaged")
+        found = {}
+        for i in documents:
+            document = StoredDocument(self, i, lengths[i], self._place[i][1], shard)
+            try:
+                check_finite(document.aux(), document.last())
+            except BadFeatures as error:
+                found[i] = str(error)
+        return found
+
     def document(self, i: int) -> StoredDocument:
-        """Features of document i. Raises ValueError when its shard is not (wholly) there."""
+        """Features of document i. Raises BadFeatures when its shard is not (wholly) there."""
         shard, start = self._place[i]
         self._file(shard)
         return StoredDocument(self, i, self._manifest.lengths[i], start, shard)
-
-    def _first_document(self, shard: int) -> int:
-        return (0, *self._manifest.shard_ends)[shard]
 
     def _file(self, shard: int):
         if self._pid != os.getpid():  # file handles are not shared with a forked worker
@@ -299,7 +332,7 @@ class FeatureStore:
             try:
                 self._files[shard] = safe_open(path, framework="pt").__enter__()
             except (OSError, SafetensorError) as error:
-                raise ValueError(
+                raise BadFeatures(
                     f"{path} is not there or not whole ({error}): run the capture again, it goes "
                     "on where it stopped"
                 ) from error
@@ -307,6 +340,15 @@ class FeatureStore:
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_files": {}}
+
+
+def _crc32(tensors: dict[str, Tensor]) -> str:
+    """A checksum of names and bytes, in the order of the names."""
+    total = 0
+    for name, tensor in sorted(tensors.items()):
+        total = zlib.crc32(name.encode(), total)
+        total = zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data, total)
+    return f"{total:08x}"
 
 
 def _places(manifest: _Manifest) -> Iterator[tuple[int, int]]:
@@ -340,33 +382,3 @@ def _is_whole(path: Path) -> bool:
             return True
     except (OSError, SafetensorError):
         return False
-
-
-class _replaced:
-    """A temporary path that takes the place of `path` when the block ends without an error."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __enter__(self) -> Path:
-        handle, name = tempfile.mkstemp(prefix=f".tmp-{self.path.name}-", dir=self.path.parent)
-        os.close(handle)
-        self.temporary = Path(name)
-        return self.temporary
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            os.chmod(self.temporary, 0o644)
-            os.replace(self.temporary, self.path)
-        else:
-            self.temporary.unlink(missing_ok=True)
-
-
-def _remove_stale(folder: Path) -> None:
-    """Remove what killed writers left; young files may belong to a writer at work."""
-    for path in folder.glob(".tmp-*"):
-        try:
-            if time.time() - path.stat().st_mtime > STALE_SECONDS:
-                path.unlink()
-        except FileNotFoundError:
-            continue

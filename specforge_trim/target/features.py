@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -10,13 +10,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from specforge_trim.data.store import (
-    FeatureStore,
-    MemoryDocument,
-    StoreSpec,
-    StoreWriter,
-    teacher_positions,
-)
+from specforge_trim.data.document_features import BadFeatures, MemoryDocument, teacher_positions
+from specforge_trim.data.store import FeatureStore, StoreSpec, StoreWriter
 from specforge_trim.target.aux_layers import resolve_aux_layers
 from specforge_trim.target.hf import HFTarget, load_embedding_and_head, target_fingerprint
 
@@ -76,19 +71,26 @@ def capture(
     world_size: int = 1,
     dtype: torch.dtype | None = None,
     shard_tokens: int = 16384,
+    max_bad_fraction: float = 0.1,
+    check_disk: bool = True,
+    write: bool = True,
     progress: bool = True,
 ) -> None:
     """Write this rank's shards of the features of `data` into `store_dir`.
 
     Every world_size-th shard is this rank's. Shards that are there stay; an interrupted run loses
-    the shard it was at. A progress bar over tokens goes to stderr on rank 0.
+    the shard it was at. A progress bar over tokens goes to stderr on rank 0. A document whose
+    states are not finite is stored as it is, named in the log; training leaves it out.
 
     Args:
         dtype: of the stored tensors; None = the target's own.
+        max_bad_fraction: share of `data` whose states may be not finite before this stops.
+        check_disk: refuse to start when the disk is too small.
+        write: False on ranks that only compute their part of a target split over ranks.
 
     Raises ValueError when the folder holds other features, when the target's logits are not
-    head(last hidden), or when a document gives states that are not finite; OSError when the disk
-    is too small (checked first) or cannot be written.
+    head(last hidden), or when too many states are not finite; OSError when the disk is too small
+    or cannot be written.
     """
     spec = StoreSpec(
         target_fingerprint=target.fingerprint,
@@ -111,48 +113,79 @@ def capture(
     head = load_embedding_and_head(target.name)
     target.check_head(head, documents[0].input_ids[:PROBE_TOKENS])
     todo = [documents[i] for shard in shards for i in writer.documents(shard)]
-    _check_space(Path(store_dir), spec, todo, ranks=world_size)
+    _report_space(Path(store_dir), spec, todo, ranks=world_size, refuse=check_disk)
+    limit = max_bad_fraction * len(documents)
     total = sum(len(document.input_ids) for document in todo)
     silent = not progress or rank != 0
     with tqdm(total=total, desc="capture", unit="tok", unit_scale=True, disable=silent) as bar:
-        for shard in shards:
-            features = []
-            for i in writer.documents(shard):
-                features.append(capture_document(target, documents[i]))
-                bar.update(len(documents[i].input_ids))
-            writer.write(shard, features)
+        for shard, features in _shards(target, writer, documents, shards, bar, limit=limit):
+            if write:
+                writer.write(shard, features)
+
+
+def _shards(
+    target: HFTarget,
+    writer: StoreWriter,
+    documents: Sequence[HasIdsAndMask],
+    shards: Sequence[int],
+    bar: tqdm,
+    *,
+    limit: float,
+) -> Iterator[tuple[int, list[MemoryDocument]]]:
+    """Each shard with its documents' features; ValueError when more than `limit` are bad."""
+    bad = 0
+    for shard in shards:
+        features = []
+        for i in writer.documents(shard):
+            features.append(capture_document(target, documents[i]))
+            bar.update(len(documents[i].input_ids))
+            bad += _is_bad(target, documents[i], features[-1])
+            if bad > limit:
+                raise ValueError(
+                    f"{bad} of {len(documents)} documents have target states that are not finite, "
+                    "more than max_bad_fraction allows: is target_dtype too narrow?"
+                )
+        yield shard, features
 
 
 def capture_document(target: HFTarget, document: HasIdsAndMask) -> MemoryDocument:
-    """Features of one document in memory, on the CPU, as a store would give them.
-
-    Raises ValueError naming the document when a state is not finite.
-    """
+    """Features of one document in memory, on the CPU, as a store would give them."""
     aux, last = target.features(document.input_ids)
     positions = teacher_positions(document.loss_mask)
-    last = last[positions.to(last.device)]
-    if not (torch.isfinite(aux).all() and torch.isfinite(last).all()):
-        raise ValueError(
-            f"{document.source}: the target's hidden states are not finite in {target.dtype}"
-        )
-    return MemoryDocument(aux.cpu(), last.cpu(), positions)
+    return MemoryDocument(aux.cpu(), last[positions.to(last.device)].cpu(), positions)
 
 
-def _check_space(
-    folder: Path, spec: StoreSpec, documents: Sequence[HasIdsAndMask], *, ranks: int
+def _is_bad(target: HFTarget, document: HasIdsAndMask, features: MemoryDocument) -> bool:
+    """True, and a line in the log that names the document, when a state is not finite."""
+    try:
+        features.check()
+    except BadFeatures as error:
+        logger.warning("%s: %s in %s", document.source, error, target.dtype)
+        return True
+    return False
+
+
+def _report_space(
+    folder: Path,
+    spec: StoreSpec,
+    documents: Sequence[HasIdsAndMask],
+    *,
+    ranks: int,
+    refuse: bool,
 ) -> None:
-    """Say how much disk the capture takes; raise OSError when there is less."""
+    """Say how much disk the capture takes; where there is less, raise OSError if `refuse`."""
     width = len(spec.aux_layers) * spec.hidden_size
     values = sum(
         len(document.input_ids) * width
         + len(teacher_positions(document.loss_mask)) * spec.hidden_size
         for document in documents
     )
-    needed = values * spec.torch_dtype.itemsize
+    needed = values * spec.torch_dtype.itemsize * ranks
     free = shutil.disk_usage(folder).free
     logger.info("capture writes %.2f GB into %s (%.1f GB free)", needed / 1e9, folder, free / 1e9)
-    if needed * ranks > free:
+    if refuse and needed > free:
         raise OSError(
-            f"target features need {needed * ranks / 1e9:.1f} GB in {folder}, "
-            f"{free / 1e9:.1f} GB are free"
+            f"target features need {needed / 1e9:.1f} GB in {folder}, {free / 1e9:.1f} GB are "
+            "free: make room, choose another --cache-dir, or train with --online, which stores "
+            "nothing; --no-check-disk captures all the same"
         )

@@ -80,13 +80,38 @@ class HFTarget:
         dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "cpu",
         aux_layers: Sequence[int] | None = None,
+        device_map: str | None = None,
+        tensor_parallel: bool = False,
     ) -> "HFTarget":
-        """Load a model folder or hub id. Raises ValueError for aux layers it does not have."""
+        """Load a model folder or hub id.
+
+        Args:
+            device_map: spread the layers over this process's devices, by transformers' rules
+                ("auto", "balanced", ...); `device` is not used then.
+            tensor_parallel: split every layer over all ranks, by the plan that transformers has
+                for the model. Every rank then runs the same documents and gets whole states.
+
+        Raises ValueError for aux layers it does not have and for a model without such a plan.
+        """
         from transformers import AutoConfig, AutoModelForCausalLM
 
         text = AutoConfig.from_pretrained(path).get_text_config()
         resolve_aux_layers(text.num_hidden_layers, aux_layers)  # before the slow part
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
+        if tensor_parallel and not getattr(text, "base_model_tp_plan", None):
+            raise ValueError(
+                f"target {path}: transformers has no tensor-parallel plan for model type "
+                f"{text.model_type!r}; use --target-device-map auto"
+            )
+        load = AutoModelForCausalLM.from_pretrained
+        if device_map is not None:
+            model = load(path, dtype=dtype, device_map=device_map)
+        elif tensor_parallel:
+            from transformers.distributed import DistributedConfig
+
+            split = DistributedConfig(tp_size=torch.distributed.get_world_size())
+            model = load(path, dtype=dtype, distributed_config=split)
+        else:
+            model = load(path, dtype=dtype).to(device)
         return cls(
             model, aux_layers=aux_layers, name=str(path), fingerprint=target_fingerprint(path)
         )
@@ -109,7 +134,7 @@ class HFTarget:
             for k in self.aux_layers
         ]
         try:
-            ids = input_ids.to(self.device)[None]
+            ids = input_ids.to(self.device)[None]  # where a device map puts the embedding
             last = self.decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
         finally:
             for handle in handles:

@@ -1,33 +1,26 @@
 """The planned batches made of the documents that sampler.py chooses.
 
     make_batch    documents + stored features -> a packed stream with its plan
-    BatchLoader   makes batches ahead of time in loader processes
 
-Nothing here asks the accelerator or another rank anything.
+loader.py makes batches ahead of time. Nothing here asks the accelerator or another rank anything.
 
 Letters: T tokens, S supervised rows, A aux layers, Dt target width, K ttt_length.
 """
 
 from __future__ import annotations
 
-import io
-import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from specforge_trim.plan.cost import DraftDims, PackCost, pack_cost
 from specforge_trim.plan.guard import choose_pack_alone
 from specforge_trim.plan.pack import TrimPack, build_trim_pack, dense_pack
 from specforge_trim.plan.rows import row_mask
 from specforge_trim.plan.segments import RowChunk, plan_chunks
-from specforge_trim.train.sampler import Schedule
 
 
 class TokenDocument(Protocol):
@@ -36,6 +29,7 @@ class TokenDocument(Protocol):
     input_ids: Tensor
     loss_mask: Tensor
     doc_id: str
+    source: str
 
 
 class StoredFeatures(Protocol):
@@ -47,6 +41,8 @@ class StoredFeatures(Protocol):
     def last_positions(self) -> Tensor: ...
     def aux(self, lo: int, hi: int) -> Tensor: ...
     def last(self) -> Tensor: ...
+    def check(self) -> None:
+        """Raise BadFeatures unless the features are whole and finite."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +106,6 @@ class Batch:
     num_loss_rows: tuple[int, ...] = ()
     doc_ids: tuple[str, ...] = ()
     cost: PackCost | None = None
-
-
-# ---------------------------------------------------------------------- one batch
 
 
 def make_batch(
@@ -212,112 +205,3 @@ def _teacher_hidden(
         picked[found] = states[index[found]]
         parts.append(picked)
     return torch.cat(parts)
-
-
-# ---------------------------------------------------------------------- all batches
-
-
-class Documents(Protocol):
-    """A data set: tokens and features of document i.  Copied into loader processes by fork."""
-
-    def tokens(self, number: int) -> TokenDocument: ...
-    def features(self, number: int) -> StoredFeatures: ...
-
-
-class _Planned(Dataset):
-    """Micro-batch k of this rank, planned; None for an empty one."""
-
-    def __init__(
-        self, documents: Documents, schedule: Schedule, settings: PlanSettings, *, rank: int
-    ) -> None:
-        self.documents, self.schedule, self.settings = documents, schedule, settings
-        self.rank = rank
-
-    def numbers(self, k: int) -> tuple[int, ...]:
-        step, index = divmod(k, self.schedule.accumulate)
-        return self.schedule.micro_batch(step, rank=self.rank, index=index)
-
-    def __getitem__(self, k: int) -> bytes | Exception | None:
-        numbers = self.numbers(k)
-        if not numbers:
-            return None
-        try:
-            batch = make_batch(
-                [self.documents.tokens(n) for n in numbers],
-                [self.documents.features(n) for n in numbers],
-                self.settings,
-            )
-        except (ValueError, OSError) as error:
-            return error  # raised in the main process, without the loader's traceback in its text
-        # A plan is hundreds of small tensors: one block of bytes crosses to the main process
-        # where each tensor would cost a shared-memory file.  Features stay on disk until read.
-        buffer = io.BytesIO()
-        torch.save(replace(batch, aux=None), buffer)
-        return buffer.getvalue()
-
-
-def _as_it_is(item: Any) -> Any:
-    return item
-
-
-def _end_with_parent(worker: int) -> None:
-    """Ends a loader process whose parent was killed.
-
-    It would wait forever to hand over a batch that no one reads, and hold the parent's files.
-    """
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-class BatchLoader:
-    """This rank's batches in order, from a step on, made ahead by loader processes."""
-
-    def __init__(
-        self,
-        documents: Documents,
-        schedule: Schedule,
-        settings: PlanSettings,
-        *,
-        rank: int,
-        num_workers: int,
-    ) -> None:
-        self._documents = documents
-        self._schedule = schedule
-        self._planned = _Planned(documents, schedule, settings, rank=rank)
-        self._num_workers = num_workers
-
-    def steps(self, start: int) -> Iterator[list[Batch]]:
-        """The non-empty micro-batches of each optimizer step from `start` to the end."""
-        accumulate = self._schedule.accumulate
-        order = range(start * accumulate, self._schedule.total_steps * accumulate)
-        loader = DataLoader(
-            self._planned,
-            batch_size=None,
-            sampler=order,
-            num_workers=self._num_workers,
-            collate_fn=_as_it_is,
-            worker_init_fn=_end_with_parent,
-            prefetch_factor=2 if self._num_workers else None,
-        )
-        batches: list[Batch] = []
-        for k, packed in zip(order, loader, strict=True):
-            if isinstance(packed, Exception):
-                raise packed
-            if packed is not None:
-                batches.append(self._unpack(k, packed))
-            if (k + 1) % accumulate == 0:
-                yield batches
-                batches = []
-
-    def _unpack(self, k: int, packed: bytes) -> Batch:
-        # Bytes of our own making; nothing foreign is ever unpickled here.
-        batch: Batch = torch.load(io.BytesIO(packed), weights_only=False)
-        numbers = self._planned.numbers(k)
-        features = tuple(self._documents.features(n) for n in numbers)
-        return replace(batch, aux=PackedAux(features, tuple(batch.cu_seqlens[:-1].tolist())))

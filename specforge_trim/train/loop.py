@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,8 @@ from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.objective.teacher import Teacher
 from specforge_trim.plan.memory import DEFAULT_ROW_MEMORY_MB, chunk_rows_for
 from specforge_trim.train import checkpoint as checkpoints
-from specforge_trim.train.batch import Batch, BatchLoader, Documents, PlanSettings
+from specforge_trim.train.batch import Batch, PlanSettings
+from specforge_trim.train.loader import BatchLoader, Documents
 from specforge_trim.train.metrics import StepCounts, Throughput, count_step, metrics_row
 from specforge_trim.train.optimizer import (
     build_optimizer,
@@ -108,16 +110,15 @@ def train(
         teacher: the target's head on world.device, in the computation's dtype.
         documents, lengths: tokens and features of each training document, and its tokens.
         identity: settings that a resumed run must share; provenance: kept beside each checkpoint.
-    Raises ValueError for a checkpoint of another run and for a loss that is not finite.
+    Raises ValueError for a checkpoint of another run, a loss that is not finite, much bad data.
     """
     options = config.train
     schedule = _schedule(config, lengths, world)
-    plan, workers = plan_settings(config, model), config.data.num_workers
-    loader = BatchLoader(documents, schedule, plan, rank=world.rank, num_workers=workers)
+    loader = _loader(config, documents, schedule, model, world)
+    left_out = _LeftOut(len(lengths), config.data.max_bad_fraction)
     optimizer = build_optimizer(model, weight_decay=options.weight_decay)
     keep = _Keeper(config, model, optimizer, world, identity, provenance)
-    done = keep.resume()
-    total = schedule.total_steps
+    done, total = keep.resume(), schedule.total_steps
     if done >= total:
         logger.info("nothing left to train: %d of %d steps are done", done, total)
         return TrainSummary(done, keep.skipped, None)
@@ -126,7 +127,9 @@ def train(
     clock = Throughput(world)
     row: dict[str, Any] | None = None
     for step, batches in enumerate(clock.waiting(loader.steps(done)), start=done + 1):
-        counts = count_step(batches, ttt_length=config.loss.ttt_length, world=world)
+        left = loader.take_skipped()
+        counts = count_step(batches, ttt_length=config.loss.ttt_length, skipped=left, world=world)
+        left_out.add(schedule.epoch_of(step - 1), counts.skipped_documents)
         clock.add(counts)
         rate = _rate(config, step - 1, total)
         results, norm = list[StepResult](), None
@@ -143,12 +146,11 @@ def train(
             sums = _sum_results(results, config.loss.ttt_length, world)
             row |= metrics_row(sums, counts, decay=config.loss.loss_decay)
             row |= {"grad_norm": norm, "skipped_steps": keep.skipped, **clock.read()}
-            log.write(row)
+            log.write(row | {"skipped_documents": left_out.total})
         bar.update(row)
         if step == total or (options.save_every and step % options.save_every == 0):
             keep.save(step)
     bar.close()
-    log.close()
     return TrainSummary(total, keep.skipped, row)
 
 
@@ -162,6 +164,15 @@ def _schedule(config: Config, lengths: Sequence[int], world: World) -> Schedule:
         accumulate=config.train.accumulate,
         max_steps=config.train.max_steps,
     )
+
+
+def _loader(
+    config: Config, documents: Documents, schedule: Schedule, model: Eagle3Draft, world: World
+) -> BatchLoader:
+    # A target that computes features while training cannot be forked into loader processes.
+    workers = 0 if config.data.online else config.data.num_workers
+    plan = plan_settings(config, model)
+    return BatchLoader(documents, schedule, plan, rank=world.rank, num_workers=workers)
 
 
 def _run_micro_batches(
@@ -220,6 +231,28 @@ def _refuse_non_finite(norm: float, step: int, batches: Sequence[Batch]) -> None
             f"the gradient of step {step} is not finite: lower --learning-rate, or look for a bad "
             f"value in the features of this rank's documents {names}; weights are unchanged"
         )
+
+
+class _LeftOut:
+    """Counts documents whose features are damaged, over all ranks; stops at too many."""
+
+    def __init__(self, documents: int, max_fraction: float) -> None:
+        self._documents, self._max_fraction = documents, max_fraction
+        self._by_epoch = Counter[int]()
+
+    @property
+    def total(self) -> int:
+        return self._by_epoch.total()
+
+    def add(self, epoch: int, count: int) -> None:
+        """The count is a sum over ranks, so every rank stops here or none does."""
+        self._by_epoch[epoch] += count
+        found = self._by_epoch[epoch]
+        if found > self._max_fraction * self._documents:
+            raise ValueError(
+                f"{found} of {self._documents} documents had to be left out of one epoch, more "
+                f"than max_bad_fraction {self._max_fraction:g}: the log names each with its file"
+            )
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

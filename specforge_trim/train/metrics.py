@@ -28,6 +28,7 @@ class StepCounts:
     loss_rows     float64 [K], rows whose loss counts
     backbone_rows, head_rows  row-steps that run the draft layer, and its head
     kept_flops, full_flops    of the packs, and of the full backbone with a trimmed loss end
+    skipped_documents         left out because their features are damaged
     """
 
     rows: float
@@ -36,15 +37,22 @@ class StepCounts:
     head_rows: float
     kept_flops: float
     full_flops: float
+    skipped_documents: int = 0
 
     @property
     def has_loss(self) -> bool:
         return bool((self.loss_rows > 0).any())
 
 
-def count_step(batches: Sequence[Batch], *, ttt_length: int, world: World) -> StepCounts:
-    """Counts from the plans; one all_reduce of a CPU tensor, reached by every rank."""
-    values = torch.zeros(5 + ttt_length, dtype=torch.float64)
+def count_step(
+    batches: Sequence[Batch], *, ttt_length: int, skipped: int = 0, world: World
+) -> StepCounts:
+    """Counts from the plans; one all_reduce of a CPU tensor, reached by every rank.
+
+    skipped: documents that this rank left out of its batches.
+    """
+    values = torch.zeros(6 + ttt_length, dtype=torch.float64)
+    values[5] = skipped
     for batch in batches:
         steps = batch.pack.steps
         kept = (0, 0) if batch.cost is None else (batch.cost.kept, batch.cost.full)
@@ -53,12 +61,13 @@ def count_step(batches: Sequence[Batch], *, ttt_length: int, world: World) -> St
             sum(step.num_rows for step in steps),
             sum(step.num_loss_rows for step in steps),
             *kept,
+            0,
             *batch.num_loss_rows,
         )
         values += torch.tensor(own, dtype=torch.float64)
     world.sum(values)
-    rows, backbone, head, kept_flops, full_flops = values[:5].tolist()
-    return StepCounts(rows, values[5:], backbone, head, kept_flops, full_flops)
+    rows, backbone, head, kept_flops, full_flops, left_out = values[:6].tolist()
+    return StepCounts(rows, values[6:], backbone, head, kept_flops, full_flops, int(left_out))
 
 
 def metrics_row(sums: Tensor, counts: StepCounts, *, decay: float) -> dict[str, Any]:

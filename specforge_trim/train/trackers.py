@@ -6,13 +6,13 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
 
 
 class JsonLines:
-    """metrics.jsonl: one flat object per logged step, flushed at once.
+    """metrics.jsonl: one flat object per logged step, written at once.
 
     A resumed run first drops the lines past its step, so that a replayed step stands once.
     """
@@ -20,11 +20,10 @@ class JsonLines:
     def __init__(self, path: str | Path, *, resume_step: int, write: bool = True) -> None:
         """write False: this rank keeps no file and drops every row."""
         self.path = Path(path)
-        self._file: TextIO | None = None
+        self._writes = write
         if write:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._keep_until(resume_step)
-            self._file = self.path.open("a", encoding="utf-8")
 
     def _keep_until(self, step: int) -> None:
         """Rewrites the file without later steps and without a line cut off by a kill."""
@@ -43,13 +42,9 @@ class JsonLines:
         os.replace(beside, self.path)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self._writes:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
 
 
 class Progress:

@@ -1,0 +1,82 @@
+"""Settings that cannot work together, or in this run.  Each refusal names both and a way out."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from specforge_trim.loss_terms import parse_objective
+from specforge_trim.options import ConfigError
+
+
+def check_pairs(config: Any) -> None:
+    """Settings that contradict each other or ask for what does not exist yet."""
+    trim, attention, aux = config.trim, config.attention, config.model.aux_layers
+    try:
+        parse_objective(config.loss.objective)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    _check_features(config)
+    if trim.trim_backbone_rows and not trim.trim_loss_positions:
+        raise ConfigError(
+            "trim_backbone_rows needs trim_loss_positions: rows that are not forwarded cannot "
+            "emit a loss; add --trim-loss-positions or drop --trim-backbone-rows"
+        )
+    if trim.stop_grad_context_tokens:
+        raise ConfigError("--stop-grad-context-tokens is not available yet; drop it")
+    if attention.local_attention is not None and attention.attention_backend != "usp":
+        raise ConfigError(
+            f"local_attention = {attention.local_attention!r} has no effect with "
+            f"attention_backend = {attention.attention_backend!r}: it is what usp runs in a rank"
+        )
+    if "fa" in (attention.attention_backend, attention.local_attention):
+        if importlib.util.find_spec("flash_attn") is None:
+            raise ConfigError(
+                "attention_backend = 'fa' needs the package flash-attn, which is not installed: "
+                "install the extra 'flash' or use --attention-backend sdpa"
+            )
+    for key, folder in (
+        ("output_dir", config.train.output_dir), ("cache_dir", config.data.cache_dir)
+    ):  # fmt: skip
+        path = Path(folder).expanduser()
+        if not folder.strip() or (path.exists() and not path.is_dir()):
+            raise ConfigError(f"{key} = {folder!r}, expected a folder or a name for a new one")
+    if aux is not None and (not aux or list(aux) != sorted(set(aux))):
+        raise ConfigError(f"aux_layers = {list(aux)}, expected ascending, distinct layer ids")
+    if config.model.draft_config is not None and not Path(config.model.draft_config).is_file():
+        raise ConfigError(f"--draft-config {config.model.draft_config}: no such file")
+
+
+def _check_features(config: Any) -> None:
+    """Where the target lies, and where its features come from."""
+    data, device_map = config.data, config.model.target_device_map
+    split = config.model.target_tensor_parallel
+    if device_map is not None and split:
+        raise ConfigError(
+            "target_device_map and target_tensor_parallel both say where the target lies: choose "
+            "one"
+        )
+    if device_map is not None and importlib.util.find_spec("accelerate") is None:
+        raise ConfigError(
+            f"target_device_map = {device_map!r} needs the package accelerate, which is not "
+            "installed: pip install accelerate"
+        )
+    if data.online and data.train_features is not None:
+        raise ConfigError(
+            "train_features are read from disk, online computes features: drop one of the two"
+        )
+    if data.online and split:
+        raise ConfigError(
+            "online needs the whole target on every rank, target_tensor_parallel splits it: "
+            "capture features first (drop --online), or drop --target-tensor-parallel"
+        )
+
+
+def check_world(config: Any, world_size: int) -> None:
+    """Refuses settings that do not fit the number of ranks."""
+    if config.attention.attention_backend == "usp":
+        if world_size == 1:
+            raise ConfigError(
+                "attention_backend = 'usp' shards sequences over ranks and this run has one: "
+                "start it with torchrun --nproc_per_node 2 or use --attention-backend sdpa"
+            )
+        raise ConfigError("attention_backend = 'usp' is not available yet; use sdpa")

@@ -1,0 +1,1 @@
+"""Target features and vocabulary maps as other trainers write them."""

@@ -1,0 +1,178 @@
+"""Batches made ahead of time, in loader processes, in the order of the schedule.
+
+A document whose features are damaged is left out, named in the log and counted. Nothing here asks
+the accelerator or another rank anything.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from specforge_trim.data.document_features import BadFeatures
+from specforge_trim.train.batch import (
+    Batch,
+    PackedAux,
+    PlanSettings,
+    StoredFeatures,
+    TokenDocument,
+    make_batch,
+)
+from specforge_trim.train.sampler import Schedule
+
+logger = logging.getLogger(__name__)
+
+
+class Documents(Protocol):
+    """A data set: tokens and features of document i.  Copied into loader processes by fork."""
+
+    def tokens(self, number: int) -> TokenDocument: ...
+    def features(self, number: int) -> StoredFeatures: ...
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A micro-batch as it comes from the loader.
+
+    numbers: its documents; batch: planned, as bytes if it crossed processes, or the error that
+    stops the run; skipped: documents left out, each with place and reason.
+    """
+
+    numbers: tuple[int, ...]
+    batch: Batch | bytes | Exception | None
+    skipped: tuple[str, ...]
+
+
+class _Planned(Dataset):
+    """Micro-batch k of this rank, planned; without documents the batch is None."""
+
+    def __init__(
+        self,
+        documents: Documents,
+        schedule: Schedule,
+        settings: PlanSettings,
+        *,
+        rank: int,
+        pack_up: bool,
+    ) -> None:
+        self.documents, self.schedule, self.settings = documents, schedule, settings
+        self.rank, self.pack_up = rank, pack_up
+
+    def __getitem__(self, k: int) -> _Ahead:
+        step, index = divmod(k, self.schedule.accumulate)
+        numbers, tokens, stored, skipped = list[int](), [], [], list[str]()
+        try:
+            for number in self.schedule.micro_batch(step, rank=self.rank, index=index):
+                place = f"document {number}"
+                try:
+                    document = self.documents.tokens(number)
+                    place = document.source
+                    features = self.documents.features(number)
+                    features.check()
+                except BadFeatures as error:
+                    skipped.append(f"{place}: {error}")
+                    continue
+                numbers.append(number)
+                tokens.append(document)
+                stored.append(features)
+            batch = make_batch(tokens, stored, self.settings) if numbers else None
+        except (ValueError, OSError) as error:
+            # Raised in the main process, without the loader's traceback in its text.
+            return _Ahead((), error, ())
+        return _Ahead(tuple(numbers), self._packed(batch), tuple(skipped))
+
+    def _packed(self, batch: Batch | None) -> Batch | bytes | None:
+        if batch is None or not self.pack_up:
+            return batch
+        # A plan is hundreds of small tensors: one block of bytes crosses to the main process
+        # where each tensor would cost a shared-memory file.  Features stay on disk until read.
+        buffer = io.BytesIO()
+        torch.save(replace(batch, aux=None), buffer)
+        return buffer.getvalue()
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _end_with_parent(worker: int) -> None:
+    """Ends a loader process whose parent was killed.
+
+    It would wait forever to hand over a batch that no one reads, and hold the parent's files.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+class BatchLoader:
+    """This rank's batches in order, from a step on, made ahead by loader processes."""
+
+    def __init__(
+        self,
+        documents: Documents,
+        schedule: Schedule,
+        settings: PlanSettings,
+        *,
+        rank: int,
+        num_workers: int,
+    ) -> None:
+        self._documents = documents
+        self._schedule = schedule
+        self._planned = _Planned(documents, schedule, settings, rank=rank, pack_up=num_workers > 0)
+        self._num_workers = num_workers
+        self._skipped = 0
+
+    def take_skipped(self) -> int:
+        """Documents left out of the steps yielded since the last call."""
+        count, self._skipped = self._skipped, 0
+        return count
+
+    def steps(self, start: int) -> Iterator[list[Batch]]:
+        """The non-empty micro-batches of each optimizer step from `start` to the end."""
+        accumulate = self._schedule.accumulate
+        order = range(start * accumulate, self._schedule.total_steps * accumulate)
+        loader = DataLoader(
+            self._planned,
+            batch_size=None,
+            sampler=order,
+            num_workers=self._num_workers,
+            collate_fn=_as_it_is,
+            worker_init_fn=_end_with_parent,
+            prefetch_factor=2 if self._num_workers else None,
+        )
+        batches: list[Batch] = []
+        for k, ahead in zip(order, loader, strict=True):
+            self._skipped += len(ahead.skipped)
+            for line in ahead.skipped:
+                logger.error("document left out: %s", line)  # an error: shown on every rank
+            if isinstance(ahead.batch, Exception):
+                raise ahead.batch
+            if ahead.batch is not None:
+                batches.append(self._unpack(ahead))
+            if (k + 1) % accumulate == 0:
+                yield batches
+                batches = []
+
+    def _unpack(self, ahead: _Ahead) -> Batch:
+        if isinstance(ahead.batch, Batch):
+            return ahead.batch
+        assert isinstance(ahead.batch, bytes)
+        # Bytes of our own making; nothing foreign is ever unpickled here.
+        batch: Batch = torch.load(io.BytesIO(ahead.batch), weights_only=False)
+        features = tuple(self._documents.features(n) for n in ahead.numbers)
+        return replace(batch, aux=PackedAux(features, tuple(batch.cu_seqlens[:-1].tolist())))
