@@ -257,6 +257,29 @@ def test_damage_is_found_once_per_shard(tmp_path, monkeypatch):
     assert FeatureStore.open(tmp_path).problems(1) == {}
 
 
+def test_a_check_reads_the_documents_own_bytes_ahead(tmp_path, monkeypatch):
+    _, made, _ = write_store(tmp_path, [4, 7, 1, 12, 3])
+    asked = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, place, size, advice: asked.append(
+        (os.pread(fd, size, place), advice)))  # fmt: skip
+    FeatureStore.open(tmp_path).document(3).check()  # second of its shard
+    assert asked == [(made[3].aux_states.numpy().tobytes(), os.POSIX_FADV_WILLNEED)]
+
+
+def test_a_long_document_is_checked_in_parts(monkeypatch):
+    aux = torch.zeros(10_000, 3)
+    aux[9_000, 1] = float("nan")
+    last = MemoryDocument(aux, aux[:1], torch.zeros(1, dtype=torch.int64))
+    sizes = []
+    whole = MemoryDocument.aux
+    monkeypatch.setattr(
+        MemoryDocument, "aux", lambda self, lo, hi: sizes.append(hi - lo) or whole(self, lo, hi)
+    )
+    with pytest.raises(BadFeatures, match="token 9000"):
+        last.check()
+    assert sizes == [4096] * 3
+
+
 def test_a_shard_of_another_store_is_foreign(tmp_path):
     write_store(tmp_path / "a", [4, 7, 1])
     made = features([4, 7, 1])

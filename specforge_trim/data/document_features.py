@@ -55,16 +55,19 @@ class MemoryDocument:
         return self.last_states
 
     def check(self) -> None:
-        check_finite(self.aux_states, self.last_states)
+        check_finite(self)
 
 
-def check_finite(aux: Tensor, last: Tensor) -> None:
-    """Raise BadFeatures naming the first token of `aux` [tokens, A*Dt] that is not finite, or
-    saying that `last` [n, Dt] is not."""
-    finite = torch.isfinite(aux).all(-1)
-    if not bool(finite.all()):
-        raise BadFeatures(f"the aux state of token {int(finite.int().argmin())} is not finite")
-    if not bool(torch.isfinite(last).all()):
+def check_finite(features: DocumentFeatures, *, rows: int = 4096) -> None:
+    """Raise BadFeatures naming the first token whose aux state is not finite, or saying that a
+    last hidden state is not. Reads `rows` tokens at a time: a document may be larger than memory.
+    """
+    for lo in range(0, features.num_tokens, rows):
+        finite = torch.isfinite(features.aux(lo, lo + rows)).all(-1)
+        if not bool(finite.all()):
+            token = lo + int(finite.int().argmin())
+            raise BadFeatures(f"the aux state of token {token} is not finite")
+    if not bool(torch.isfinite(features.last()).all()):
         raise BadFeatures("a last hidden state is not finite")
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from specforge_trim.data.atomic import remove_stale, replaced
 from specforge_trim.data.document_features import BadFeatures, DocumentFeatures, check_finite
+from specforge_trim.data.read_ahead import read_ahead
 
 FORMAT = 2
 HEADER = "specforge_trim"  # the entry of a shard's header that is ours
@@ -218,10 +219,12 @@ class StoredDocument:
         return (ends[nth - 1] if nth else 0, ends[nth])
 
     def check(self) -> None:
-        """Read the shard if this process has not yet; raise BadFeatures when it is damaged."""
+        """Raise BadFeatures when the shard is damaged; have the aux states read ahead."""
+        path = self.store.shard_path(self.shard)
         problem = self.store.problems(self.shard).get(self.index)
         if problem is not None:
-            raise BadFeatures(f"{_shard_path(self.store.folder, self.shard)}: {problem}")
+            raise BadFeatures(f"{path}: {problem}")
+        read_ahead(path, "aux", self.start, self.start + self.num_tokens)
 
 
 class FeatureStore:
@@ -313,7 +316,7 @@ class FeatureStore:
         for i in documents:
             document = StoredDocument(self, i, lengths[i], self._place[i][1], shard)
             try:
-                check_finite(document.aux(), document.last())
+                check_finite(document)
             except BadFeatures as error:
                 found[i] = str(error)
         return found

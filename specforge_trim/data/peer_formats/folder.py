@@ -63,7 +63,7 @@ class PeerDocument:
         if found != self.num_tokens:
             raise BadFeatures(f"{path}: {found} tokens, {self.num_tokens} when it was indexed")
         try:
-            check_finite(self.aux(), self.last())
+            check_finite(self)
         except BadFeatures as error:
             raise BadFeatures(f"{path}: {error}") from error
 
