@@ -4,7 +4,9 @@ Unlike a one-token-per-byte vocabulary this one merges newlines, spaces and mult
 so that token boundaries and character boundaries really differ.
 """
 
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from tokenizers import (
     AddedToken,
@@ -17,6 +19,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
+TEMPLATES = Path(__file__).parent / "templates"
 SPECIALS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot|>", "<|head|>", "<|/head|>")
 _TEXT = [
     "system\nuser\nassistant\n\n\nanswer the question   please\n    return x\n",
@@ -94,8 +97,69 @@ UPPER_USER = CHATML.replace(
 UPPER_ALL = CHATML.replace("m['content']", "(m['content'] | upper)")
 
 
+@dataclass(frozen=True)
+class Family:
+    """Special tokens of a model family; tags are tokens of their own but not special."""
+
+    specials: tuple[str, ...]
+    tags: tuple[str, ...] = ()
+    bos: str = "<s>"
+    eos: str = "</s>"
+
+
+_CHATML_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_DEEPSEEK_TOOLS = ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "outputs▁begin",
+                   "outputs▁end", "output▁begin", "output▁end", "sep")  # fmt: skip
+FAMILIES = {
+    "chatml": Family(_CHATML_SPECIALS, eos="<|im_end|>"),
+    "llama3": Family(
+        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        bos="<|begin_of_text|>",
+        eos="<|eot_id|>",
+    ),
+    "qwen3_thinking": Family(
+        _CHATML_SPECIALS,
+        tags=("<think>", "</think>", "<tool_call>", "</tool_call>"),
+        eos="<|im_end|>",
+    ),
+    "mistral": Family(
+        ("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
+    ),
+    "gemma": Family(
+        ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), bos="<bos>", eos="<eos>"
+    ),
+    "harmony": Family(
+        ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>",
+         "<|return|>"),
+        bos="<|start|>",
+        eos="<|return|>",
+    ),
+    "deepseek": Family(
+        ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+        tags=("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>",
+              *(f"<｜tool▁{part}｜>" for part in _DEEPSEEK_TOOLS)),
+        bos="<｜begin▁of▁sentence｜>",
+        eos="<｜end▁of▁sentence｜>",
+    ),
+}  # fmt: skip
+
+
+def family_tokenizer(name: str):
+    """A small byte-level tokenizer with a family's special tokens and tests/templates/NAME."""
+    family = FAMILIES[name]
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_trained(None, family.specials, family.tags)),
+        bos_token=family.bos,
+        eos_token=family.eos,
+    )
+    fast.chat_template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    return fast
+
+
 @cache
-def _trained(normalizer: str | None) -> str:
+def _trained(
+    normalizer: str | None, specials: tuple[str, ...] = SPECIALS, tags: tuple[str, ...] = ()
+) -> str:
     tokenizer = Tokenizer(models.BPE())
     if normalizer:
         tokenizer.normalizer = getattr(normalizers, normalizer)()
@@ -104,10 +168,11 @@ def _trained(normalizer: str | None) -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[AddedToken(t, special=True, normalized=False) for t in SPECIALS],
+        special_tokens=[AddedToken(t, special=True, normalized=False) for t in specials],
         show_progress=False,
     )
     tokenizer.train_from_iterator(_TEXT, trainer)
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in tags])
     return tokenizer.to_str()
 
 

@@ -116,4 +116,4 @@ def _calls_start(text: str, start: int, end: int, turn: dict, tags: PartTags) ->
     place = text.find(tags.calls, start - len(tags.header), end)
     if place < 0:
         raise RowError("the chat template does not render the tool calls", repr(tags.calls))
-    return max(place, start)
+    return place if text[start:place].strip() else start
