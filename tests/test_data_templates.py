@@ -231,7 +231,10 @@ WITHOUT_CALLS = {
     },
     "mistral": {"tools": [" It is 3.</s>"]},
     "harmony": {
-        "words": ["<|channel|>commentary<|message|>Let me add.<|end|>", FINAL + "It is 3.<|return|>"],
+        "words": [
+            "<|channel|>commentary<|message|>Let me add.<|end|>",
+            FINAL + "It is 3.<|return|>",
+        ],
         "tools": [FINAL + "It is 3.<|return|>"],
     },
     "deepseek": {"words": ["Let me add.", "It is 3." + END], "bare": ["Noon." + END]},

@@ -74,5 +74,8 @@ class BadRow:
 
 def quote(value: object) -> str:
     """repr of a row's value, short enough for a message."""
-    text = repr(value[: 2 * _SHOWN] if isinstance(value, (str, list)) else value)
+    try:
+        text = repr(value[: 2 * _SHOWN] if isinstance(value, (str, list)) else value)
+    except RecursionError:
+        text = f"{type(value).__name__}, nested too deeply to show"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
