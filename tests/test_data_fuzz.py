@@ -67,7 +67,7 @@ def change(row: dict, rng: random.Random) -> None:
         inside = inside[key]
     if last not in inside and not isinstance(inside, list):
         return
-    kind = rng.randrange(6)
+    kind = 2 if isinstance(inside[last], str) and rng.random() < 0.5 else rng.randrange(6)
     if kind == 0:
         inside[last] = copy.deepcopy(rng.choice(ODD))
     elif kind == 1:
@@ -87,10 +87,10 @@ def change(row: dict, rng: random.Random) -> None:
 
 def damaged_line(rng: random.Random) -> bytes:
     row = copy.deepcopy(rng.choice(VALID))
-    for _ in range(rng.randint(1, 4)):
+    for _ in range(rng.choice([1, 1, 2, 4])):
         change(row, rng)
     line = bytearray(json.dumps(row, ensure_ascii=rng.random() < 0.5).encode("utf-8", "replace"))
-    if rng.random() < 0.2:
+    if rng.random() < 0.1:
         at = rng.randrange(len(line))
         line[at : at + rng.randint(0, 9)] = rng.choice([b"", b"\xff", b"}", b'"', b"\\u12", b"0"])
     return bytes(line).replace(b"\n", b" ").strip() or b"{"
@@ -125,5 +125,5 @@ def test_damaged_rows_end_in_a_document_or_a_counted_refusal(tmp_path, count):
     ]
     outcomes = [outcome(tokenizers[i % len(tokenizers)], row) for i, row in enumerate(rows)]
     good = outcomes.count("document")
-    assert count // 10 < good < 9 * count // 10, good
-    assert len(set(outcomes)) > 15 and all(0 < len(reason) < 200 for reason in outcomes)
+    assert count // 20 < good < 9 * count // 10, good
+    assert len(set(outcomes)) > 10 and all(0 < len(reason) < 200 for reason in outcomes)
