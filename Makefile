@@ -7,14 +7,18 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 # The first Python that is 3.11 or newer and can make virtual environments.
+USABLE := -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
-	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
-	>/dev/null 2>&1 && { echo $$p; break; }; done)
+	$$p $(USABLE) && { echo $$p; break; }; done)
 
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS  ?= 2
+
+# Threads that wait for work sleep: spinning, they slow training many times over as soon as
+# another process wants a core.  OpenMP reads this when torch loads.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 # Options of `make quickstart`.
 SMOKE  ?= 0
@@ -40,6 +44,8 @@ help:
 $(STAMP): setup.py constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: needs Python 3.11 or newer with venv; \
 	name one with PYTHON=..." >&2; exit 2; }
+	@$(PYTHON) $(USABLE) || { echo "error: PYTHON=$(PYTHON): no such command, or not Python 3.11 \
+	or newer with venv" >&2; exit 2; }
 	@echo "setting up $(VENV) with $$($(PYTHON) --version): about a minute, more on a slow line"
 	@$(PYTHON) -m venv $(VENV)
 	@start=$$SECONDS; \

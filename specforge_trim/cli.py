@@ -1,7 +1,6 @@
 """Commands `specforge-trim {prepare,regenerate,capture,verify,inspect,...}`, and training.
 
-Parses, calls the phases of pipeline.py and results.py, prints.  What a user can correct ends as
-one message on stderr and exit code 2; a traceback is a fault of this program.
+Parses, calls the phases of pipeline.py and results.py, prints.  running.py ends a command.
 """
 
 from __future__ import annotations
@@ -10,77 +9,17 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-
-from tqdm import tqdm
 
 from specforge_trim import regeneration
 from specforge_trim.config import Config, ConfigError, check_world, config_parser, resolve_config
 from specforge_trim.options import HelpFormatter, Parser, nearest
+from specforge_trim.provenance import package_versions
+from specforge_trim.running import Command, guarded
 
 RECIPE = Path(__file__).resolve().parents[1] / "examples" / "quickstart.yaml"
-
-Command = Callable[[Sequence[str]], None]
-
-
-# ---------------------------------------------------------------------- errors and output
-
-
-def guarded(command: Command, argv: Sequence[str]) -> int:
-    """Runs a command; returns its exit code.  0 done, 2 something to correct, 130 interrupted."""
-    from safetensors import SafetensorError
-
-    from specforge_trim.distributed import PeerFailed, PeerLost
-
-    rank = int(os.environ.get("RANK", 0))
-    where = f" (rank {rank})" if rank else ""
-    try:
-        with _log_lines(main=rank == 0):
-            command(argv)
-    except PeerFailed:
-        return 2  # the rank that failed has said why
-    except ConfigError as error:
-        if rank == 0:  # settings are wrong on every rank alike
-            print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (ValueError, OSError, PeerLost) as error:
-        print(f"error{where}: {error}", file=sys.stderr)
-        return 2
-    except SafetensorError as error:
-        print(f"error{where}: a safetensors file is damaged or cut off: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        if rank == 0:
-            print("interrupted; the same command continues", file=sys.stderr)
-        return 130
-    return 0
-
-
-class _BarHandler(logging.Handler):
-    """Log lines on stderr that do not tear a progress bar."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
-
-
-@contextmanager
-def _log_lines(*, main: bool) -> Iterator[None]:
-    """Shows our log lines on rank 0, for as long as a command runs; others would repeat it."""
-    logger = logging.getLogger("specforge_trim")
-    before = (logger.level, logger.propagate)
-    handler = _BarHandler()
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO if main else logging.ERROR)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
 
 
 def quiet_transformers() -> None:
@@ -89,6 +28,13 @@ def quiet_transformers() -> None:
 
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
+
+
+def _add_version(parser: argparse.ArgumentParser) -> None:
+    names = ", ".join(f"{name} {version}" for name, version in package_versions().items())
+    parser.add_argument(
+        "--version", action="version", version=names, help="show the versions in use and end"
+    )
 
 
 # ---------------------------------------------------------------------- training
@@ -104,6 +50,7 @@ def train_command(argv: Sequence[str]) -> None:
         "  torchrun --nproc_per_node 2 train_eagle3.py --config examples/quickstart.yaml \\\n"
         "      --trim-loss-positions --trim-backbone-rows",
     )
+    _add_version(parser)
     arguments = parser.parse_args(argv)
     config = resolve_config(arguments, default_file=RECIPE)
     check_world(config, int(os.environ.get("WORLD_SIZE", 1)))
@@ -162,7 +109,9 @@ def prepare_command(argv: Sequence[str]) -> None:
 
     world = distributed.start(device="cpu")
     target = pipeline.open_target(config, world)
-    data = pipeline.prepare_data(config, target, world, paths=arguments.files or None)
+    data = pipeline.prepare_data(
+        config, target, world, paths=arguments.files or None, announce=False
+    )
     print(f"{data.summary()}\n{data.folder}")
     distributed.stop(world)
 
@@ -268,7 +217,9 @@ def inspect_command(argv: Sequence[str]) -> None:
 
     world = distributed.start(device="cpu")
     target = pipeline.open_target(config, world)
-    data = pipeline.prepare_data(config, target, world, paths=arguments.files or None)
+    data = pipeline.prepare_data(
+        config, target, world, paths=arguments.files or None, announce=False
+    )
     if not 0 <= arguments.index < len(data):
         raise ConfigError(f"--index {arguments.index}: expected 0 to {len(data) - 1}")
     print(
@@ -353,6 +304,7 @@ def _dispatch(argv: Sequence[str]) -> None:
         "\n\nEach command explains itself:\n  specforge-trim inspect --help\n"
         "Training: torchrun --nproc_per_node N train_eagle3.py --help",
     )
+    _add_version(parser)
     parser.parse_args(argv or ["--help"])
 
 

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from specforge_trim.options import ConfigError
+
 T = TypeVar("T")
 
 
@@ -25,7 +27,7 @@ class PeerFailed(RuntimeError):
 
 
 class PeerLost(RuntimeError):
-    """Another rank no longer answers."""
+    """Another rank, or the launcher of this one, is gone."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,26 @@ class World:
     size: int
     device: torch.device
     group: dist.ProcessGroup | None = None  # None: a single process without collectives
+    launcher: int | None = None  # process id of the torchrun that started this rank
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def check_launcher(self) -> None:
+        """Raises PeerLost when torchrun is gone: nobody would end this rank; every rank calls it.
+
+        A worker that trained on would do so beside the run that the user starts next.
+        """
+        if self.launcher is not None:
+            self.together(self._see_launcher)
+
+    def _see_launcher(self) -> None:
+        if os.getppid() != self.launcher:
+            raise PeerLost(
+                f"torchrun (process {self.launcher}), which started this one, is gone, so "
+                "training stops; the same command continues from the newest checkpoint"
+            )
 
     def barrier(self) -> None:
         """Waits for every rank; fails after the timeout given to `start`."""
@@ -96,32 +114,34 @@ def start(*, device: str = "auto", timeout_minutes: float = 30.0) -> World:
         device: "cpu", "cuda", or "auto" = cuda where there is one.
         timeout_minutes: how long a collective waits for a rank before it fails.
     Raises:
-        ValueError: cuda was asked for and is not there, or fewer devices than local ranks.
+        ConfigError: cuda was asked for and is not there, or fewer devices than local ranks.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError("device = 'cuda', but torch sees no CUDA device; use --device cpu")
-        if local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"device = 'cuda': local rank {local_rank} has no device of its own, there are "
-                f"{torch.cuda.device_count()}; lower --nproc_per_node"
+            raise ConfigError("device = 'cuda', but torch sees no CUDA device; use --device cpu")
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+        if local_ranks > torch.cuda.device_count():
+            raise ConfigError(
+                f"device = 'cuda': {local_ranks} ranks on this machine need a device each, there "
+                f"are {torch.cuda.device_count()}; lower --nproc_per_node"
             )
         torch.cuda.set_device(local_rank)
         place = torch.device("cuda", local_rank)
     else:
         place = torch.device("cpu")
     if "RANK" not in os.environ or size == 1:
-        return World(rank=0, size=1, device=place)
+        return World(rank=0, size=1, device=place, launcher=launcher)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
         timeout=datetime.timedelta(minutes=timeout_minutes),
         device_id=place if device == "cuda" else None,
     )
-    return World(rank=rank, size=size, device=place, group=dist.group.WORLD)
+    return World(rank=rank, size=size, device=place, group=dist.group.WORLD, launcher=launcher)
 
 
 def stop(world: World) -> None:

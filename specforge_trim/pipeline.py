@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,12 @@ from specforge_trim.provenance import provenance
 from specforge_trim.target.aux_layers import resolve_aux_layers
 from specforge_trim.target.embedded import resolve_target
 from specforge_trim.target.hf import load_embedding_and_head, target_fingerprint
+from specforge_trim.target.hub import check_hub
 from specforge_trim.train.loader import Documents
 from specforge_trim.train.loop import TrainSummary, train
+from specforge_trim.train.run_lock import only_run
+
+logger = logging.getLogger(__name__)
 
 # ---------------------------------------------------------------------- target and data
 
@@ -59,6 +64,8 @@ def open_target(config: Config, world: World) -> Target:
     path = world.first(lambda: resolve_target(config.model.target, cache_dir=config.cache_dir))
 
     def settle() -> Target:
+        if isinstance(path, str):
+            check_hub(path)
         text = AutoConfig.from_pretrained(path).get_text_config()
         return Target(path, text, draft_config(config, text))
 
@@ -136,18 +143,27 @@ def data_files(config: Config, paths: Sequence[str] | None = None) -> list[str]:
             "train_data names no file: pass --train-data FILE or set data.train_data"
         )
     for file in files:
+        if Path(file).is_dir():
+            raise ConfigError(f"data file {file}: is a folder, expected a file of JSON lines")
         if not Path(file).is_file():
             raise ConfigError(f"data file {file}: no such file")
     return files
 
 
 def prepare_data(
-    config: Config, target: Target, world: World, *, paths: Sequence[str] | None = None
+    config: Config,
+    target: Target,
+    world: World,
+    *,
+    paths: Sequence[str] | None = None,
+    announce: bool = True,
 ) -> PreparedData:
-    """Tokenised documents of `paths` (default: train_data), made once and read from then on."""
-    files = data_files(config, paths)
-    tokenizer = target.tokenizer()
-    return world.first(
+    """Tokenised documents of `paths` (default: train_data), made once and read from then on.
+
+    announce: log what was found, for commands that do not print it themselves.
+    """
+    files, tokenizer = world.together(lambda: (data_files(config, paths), target.tokenizer()))
+    data = world.first(
         lambda: prepare(
             files,
             tokenizer,
@@ -162,6 +178,9 @@ def prepare_data(
             progress=world.is_main,
         )
     )
+    if announce:
+        logger.log(logging.WARNING if data.skipped else logging.INFO, "%s", data.summary())
+    return data
 
 
 def training_data(
@@ -232,20 +251,23 @@ def build_draft(
 def train_draft(config: Config, world: World) -> TrainSummary:
     """All phases up to the trained draft; its state lies in output_dir/checkpoints."""
     if config.data.train_features is None:
-        data_files(config)  # before the target is fetched
-    target = open_target(config, world)
-    data, documents = training_data(config, target, world)
-    model, teacher = world.together(lambda: build_draft(config, target, data, device=world.device))
-    return train(
-        config,
-        model=model,
-        teacher=teacher,
-        documents=documents,
-        lengths=[int(length) for length in data.lengths],
-        world=world,
-        identity=run_identity(config, target, data, model, world),
-        provenance=provenance(config),
-    )
+        world.together(lambda: data_files(config))  # before the target is fetched
+    with only_run(config.output_dir, world):
+        target = open_target(config, world)
+        data, documents = training_data(config, target, world)
+        model, teacher = world.together(
+            lambda: build_draft(config, target, data, device=world.device)
+        )
+        return train(
+            config,
+            model=model,
+            teacher=teacher,
+            documents=documents,
+            lengths=[int(length) for length in data.lengths],
+            world=world,
+            identity=run_identity(config, target, data, model, world),
+            provenance=provenance(config),
+        )
 
 
 def run_identity(

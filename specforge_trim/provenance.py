@@ -14,19 +14,24 @@ from specforge_trim.config import Config
 
 def provenance(config: Config) -> dict[str, Any]:
     """What is kept beside checkpoints and exports; JSON values."""
+    return {
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "packages": package_versions(),
+        "arguments": sys.argv[1:],
+        "config": config.to_dict(),
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Package -> installed version, of what decides a result."""
     packages = {}
     for name in ("specforge_trim", "torch", "transformers", "safetensors"):
         try:
             packages[name] = version(name)
         except PackageNotFoundError:
             packages[name] = "not installed"
-    return {
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "packages": packages,
-        "arguments": sys.argv[1:],
-        "config": config.to_dict(),
-    }
+    return packages
 
 
 def _commit() -> str | None:

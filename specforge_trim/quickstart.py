@@ -3,7 +3,7 @@
     target -> prepare -> features -> train -> export -> evaluate
 
 Each phase finds what an earlier run left and reuses it, so a rerun is quick and an interrupted run
-continues. Training runs under torchrun with both trim flags, as a user would start it.
+continues. Training has both trim flags on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -24,12 +23,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from specforge_trim.cli import guarded, quiet_transformers
+from specforge_trim.cli import quiet_transformers
 from specforge_trim.config import Config, load_config
 from specforge_trim.plan.cost import pack_cost
 from specforge_trim.plan.guard import choose_pack_alone
 from specforge_trim.plan.pack import build_trim_pack
 from specforge_trim.plan.rows import row_mask
+from specforge_trim.running import guarded
 from specforge_trim.summary import DataLine, EvaluateLine, TrainLine, render_summary
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,7 +59,7 @@ class Clock:
 
 
 def run_flags(cache: Path, *, smoke: bool, epochs: int | None) -> list[str]:
-    """The flags that this run adds to the recipe, for the phases here and for torchrun alike.
+    """The flags that this run adds to the recipe, as train_eagle3.py takes them.
 
     Runs of different length get folders of their own: their learning rates follow other curves.
     """
@@ -98,23 +98,15 @@ def shortest_rows(paths: Sequence[str], folder: Path) -> list[str]:
 # ---------------------------------------------------------------------- phases
 
 
-def torchrun(flags: Sequence[str]) -> None:
-    """Trains in a process of its own; an interrupt is passed on and waited for."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", "1", "train_eagle3.py", "--config", str(RECIPE), *flags]
-    shown = shlex.join(["torchrun", *command[3:]])
+def train(config: Config, world: Any, flags: Sequence[str]) -> None:
+    """Trains as the command does that it prints; one process needs no torchrun."""
+    from specforge_trim import pipeline
+
+    shown = shlex.join(["python", "train_eagle3.py", "--config", str(RECIPE), *flags])
     indent = {"initial_indent": " " * 6, "subsequent_indent": " " * 8}
     lines = textwrap.wrap(shown, 78, break_long_words=False, break_on_hyphens=False, **indent)
     print(" \\\n".join(lines), flush=True)
-    process = subprocess.Popen(command)
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:
-        process.terminate()
-        process.wait()
-        raise
-    if code:
-        raise SystemExit(code)
+    pipeline.train_draft(config, world)
 
 
 def evaluate_once(config: Config, target: Any, world: Any) -> dict[str, Any]:
@@ -227,7 +219,7 @@ def run(cache: Path, *, smoke: bool, epochs: int | None) -> str:
     with clock.phase("features", f"the target's hidden states of {data.num_tokens:,} tokens"):
         pipeline.make_features(config, target, data, world)
     with clock.phase("train", "the draft, on the rows that reach a loss"):
-        torchrun(flags)
+        train(config, world, flags)
     with clock.phase("export", str(config.output_dir / "export")):
         results.export_trained(config, target)
     with clock.phase("evaluate", "held-out prompts, decoded with draft and target"):
@@ -263,5 +255,5 @@ def _interrupt(*_: Any) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)  # ends training too, which has a process of its own
+    signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(guarded(command, sys.argv[1:]))

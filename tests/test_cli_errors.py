@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 
 from specforge_trim.cli import COMMANDS, main, train_main
 
@@ -58,11 +59,13 @@ def base(place, *, target="target", data="train.jsonl"):
         (["--stop-grad-context-tokens"], ["--stop-grad-context-tokens", "not available"]),
         (["--no-such-flag"], ["--no-such-flag"]),
         (["--train-data", "no.jsonl"], ["no.jsonl", "no such file"]),
+        (["--train-data", "{place}"], ["{place}", "is a folder, expected a file"]),
         (["--target", "no/such/target"], ["no/such/target"]),
         (["--aux-layers", "1", "9", "12"], ["aux_layers", "[1, 9, 12]", "8"]),
     ],
 )
 def test_cli_wrong_training_input(place, capfd, argv, words):
+    argv, words = ([text.replace("{place}", str(place)) for text in s] for s in (argv, words))
     err = fails(capfd, [*base(place), *argv])
     assert all(word in err for word in words), err
     assert len(err.strip().splitlines()) == 1
@@ -129,6 +132,15 @@ def test_cli_without_arguments_lists_the_commands(capsys):
     assert done.value.code == 0
     out = capsys.readouterr().out
     assert all(name in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", [main, train_main])
+def test_cli_version_names_what_decides_a_result(command, capsys):
+    with pytest.raises(SystemExit) as done:
+        command(["--version"])
+    assert done.value.code == 0
+    out = capsys.readouterr().out
+    assert "specforge_trim" in out and torch.__version__.split("+")[0] in out
 
 
 def test_cli_a_fault_of_the_program_keeps_its_traceback(monkeypatch):

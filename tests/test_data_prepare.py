@@ -3,7 +3,6 @@ written caches; rows lost without a count; a run that goes on with no data or mo
 """
 
 import json
-import logging
 import os
 import pickle
 import subprocess
@@ -112,11 +111,10 @@ def test_settings_of_a_call_are_no_part_of_the_tokenizer(tmp_path, count_work):
     assert len(run(path, tmp_path, tokenizer)) == 3 and len(count_work) == 1
 
 
-def test_bad_and_long_rows_are_counted_listed_and_said(tmp_path, caplog):
+def test_bad_and_long_rows_are_counted_and_listed(tmp_path):
     long = {"messages": [user("long " * 300), assistant("a")]}
     path = write(tmp_path / "a.jsonl", [*rows(20), "{", long, {"messages": []}, *rows(2)])
-    with caplog.at_level(logging.WARNING):
-        data = run(path, tmp_path)
+    data = run(path, tmp_path)
     assert data.num_rows == 25 and len(data) == 22
     assert data.skipped == {
         "line is not valid JSON": 1,
@@ -124,7 +122,8 @@ def test_bad_and_long_rows_are_counted_listed_and_said(tmp_path, caplog):
         "no user message": 1,
     }
     assert [row.source for row in data.bad_rows] == [f"{path}:{n}" for n in (21, 22, 23)]
-    assert "22 of 25 conversations" in caplog.text and "1 x no user message" in caplog.text
+    assert "22 of 25 conversations" in data.summary()
+    assert "1 x no user message" in data.summary()
     (report,) = (tmp_path / "cache" / "prepared").glob("*.bad_rows.jsonl")
     listed = [json.loads(line) for line in report.read_text().splitlines()]
     assert [(item["source"], item["reason"]) for item in listed] == [

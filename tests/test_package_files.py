@@ -104,6 +104,26 @@ def test_private_paths_are_seen():
     assert not private_paths(f"a/work{slash}b, docs/home{slash}x, {slash}usr/bin/env")
 
 
+def make(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["make", "--no-print-directory", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+def test_make_names_a_python_that_is_none(tmp_path):
+    done = make("quickstart", "PYTHON=nope", f"VENV={tmp_path}/venv")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: PYTHON=nope: no such command"), done.stderr
+
+
+def test_make_lets_waiting_threads_sleep_unless_told_otherwise(monkeypatch):
+    show = ("--eval", "show: ; @echo $$OMP_WAIT_POLICY", "show")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert make(*show).stdout == "PASSIVE\n"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert make(*show).stdout == "ACTIVE\n"
+
+
 def test_contract_names_are_importable():
     import specforge_trim
 

@@ -1,18 +1,23 @@
 """The quickstart's own decisions; its phases are tested where they live.
 
 Bugs caught: a smoke run that trains on everything, two runs of different length that share a
-checkpoint folder, trim flags lost on the way to torchrun, a rerun that decodes everything again or
-one that shows an old evaluation for a new draft, a work share that is not that of all files.
+checkpoint folder, trim flags lost on the way to training, a rerun that decodes everything again or
+one that shows an old evaluation for a new draft, a work share that is not that of all files, an
+interrupt that ends in a traceback.
 """
 
 import json
+import os
+import signal
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from specforge_trim import quickstart, results
+from specforge_trim import pipeline, quickstart, results
 from specforge_trim.plan.cost import DraftDims
+from specforge_trim.running import guarded
 
 DIMS = DraftDims(
     hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, draft_vocab=32, aux_width=24
@@ -106,11 +111,22 @@ def test_an_evaluation_is_reused_for_the_same_draft_only(monkeypatch, tmp_path, 
     assert quickstart.evaluate_once(config, None, None) == {"call": 2}
 
 
-def test_training_that_fails_ends_the_quickstart_with_its_code(monkeypatch):
-    monkeypatch.setattr(quickstart, "RECIPE", "missing.yaml")
-    monkeypatch.setattr(
-        quickstart.subprocess, "Popen", lambda command: SimpleNamespace(wait=lambda: 7)
-    )
-    with pytest.raises(SystemExit) as ended:
-        quickstart.torchrun([])
-    assert ended.value.code == 7
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_in_training_ends_with_one_line(monkeypatch, capfd, number):
+    def train_draft(config, world):
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+        raise AssertionError("not interrupted")
+
+    monkeypatch.setattr(pipeline, "train_draft", train_draft)
+    # A shell starts background jobs with SIGINT ignored, so it is set here too.
+    handlers = {signal.SIGTERM: quickstart._interrupt, signal.SIGINT: signal.default_int_handler}
+    before = {n: signal.signal(n, handler) for n, handler in handlers.items()}
+    try:
+        code = guarded(lambda flags: quickstart.train(None, None, flags), ["--max-steps", "3"])
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+    out, err = capfd.readouterr()
+    assert code == 130 and err == "interrupted; run the same command to go on\n"
+    assert "python train_eagle3.py --config examples/quickstart.yaml --max-steps 3" in out

@@ -21,7 +21,7 @@ import torch
 from specforge_trim import pipeline
 from specforge_trim.cli import main, train_main
 from specforge_trim.config import load_config
-from specforge_trim.distributed import World
+from specforge_trim.distributed import PeerLost, World
 from specforge_trim.export import load_draft
 from specforge_trim.train import checkpoint as checkpoints
 from specforge_trim.train.loop import train
@@ -183,8 +183,20 @@ def test_train_path_another_vocabulary_is_no_continuation(place, straight, capsy
 def test_train_path_inspect_predicts_the_work_kept(place, straight, capsys):
     data = str(place / "train.jsonl")
     assert main(["inspect", data, "--config", str(place / "recipe.yaml"), "--no-color"]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "[[" in out and "<|im_end|>]]" in out
+    assert (out + err).count("8 of 8 conversations") == 1
+
+
+def test_train_path_without_its_launcher_a_rank_stops(place, straight):
+    argv = ["--config", str(place / "recipe.yaml"), "--output-dir", str(place / "orphan"), *TRIM]
+    config = load_config(argv, prog="t", description="d")
+    alone = {"rank": 0, "size": 1, "device": torch.device("cpu")}
+    pipeline.train_draft(config, World(**alone, launcher=os.getppid()))
+    again = replace(config, train=replace(config.train, resume=False))
+    with pytest.raises(PeerLost, match="torchrun .* is gone"):
+        pipeline.train_draft(again, World(**alone, launcher=os.getpid()))
+    assert rows(place / "orphan") == []
 
 
 class Unsupervised(pipeline.TrainingDocuments):

@@ -16,7 +16,6 @@ path is not part of the name; places of rows are stored as file number and line.
 import dataclasses
 import hashlib
 import json
-import logging
 import os
 import shutil
 import sys
@@ -37,7 +36,6 @@ from specforge_trim.data.supervision import MaskOptions
 from specforge_trim.data.tokenize import ChatTokenizer, Document
 
 _FORMAT = 2  # raise when the stored layout or the meaning of a mask changes
-_log = logging.getLogger(__name__)
 
 TOO_LONG = "longer than max_length"
 
@@ -169,7 +167,6 @@ def prepare(
     data = PreparedData.load(folder, paths)
     report = _write_bad_rows(folder.with_suffix(".bad_rows.jsonl"), data.bad_rows)
     _check_usable(data, max_bad_fraction, report)
-    _log.log(logging.WARNING if data.skipped else logging.INFO, "%s", data.summary())
     return data
 
 

@@ -13,6 +13,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +111,7 @@ def train(
         teacher: the target's head on world.device, in the computation's dtype.
         documents, lengths: tokens and features of each training document, and its tokens.
         identity: settings that a resumed run must share; provenance: kept beside each checkpoint.
-    Raises ValueError for a checkpoint of another run, a loss that is not finite, much bad data.
+    Raises ValueError (another run's checkpoint, gradient not finite, much bad data) or PeerLost.
     """
     options = config.train
     schedule = _schedule(config, lengths, world)
@@ -122,35 +123,35 @@ def train(
     if done >= total:
         logger.info("nothing left to train: %d of %d steps are done", done, total)
         return TrainSummary(done, keep.skipped, None)
-    log = JsonLines(config.output_dir / "metrics.jsonl", resume_step=done, write=world.is_main)
-    bar = Progress(total=total, done=done, show=world.is_main)
     clock = Throughput(world)
     row: dict[str, Any] | None = None
-    for step, batches in enumerate(clock.waiting(loader.steps(done)), start=done + 1):
-        left = loader.take_skipped()
-        counts = count_step(batches, ttt_length=config.loss.ttt_length, skipped=left, world=world)
-        left_out.add(schedule.epoch_of(step - 1), counts.skipped_documents)
-        clock.add(counts)
-        rate = _rate(config, step - 1, total)
-        results, norm = list[StepResult](), None
-        if counts.has_loss:
-            results = _run_micro_batches(config, model, teacher, batches, counts)
-            sum_gradients(model.parameters(), world)
-            norm = float(clip_gradients(model, options.max_grad_norm))
-            _refuse_non_finite(norm, step, batches)
-            _update(optimizer, rate)
-        else:
-            keep.skipped += 1  # no rank has a supervised row: no weight may move, decay neither
-        if step % options.log_every == 0 or step == total:
-            row = {"step": step, "epoch": schedule.epoch_of(step - 1), "lr": rate}
-            sums = _sum_results(results, config.loss.ttt_length, world)
-            row |= metrics_row(sums, counts, decay=config.loss.loss_decay)
-            row |= {"grad_norm": norm, "skipped_steps": keep.skipped, **clock.read()}
-            log.write(row | {"skipped_documents": left_out.total})
-        bar.update(row)
-        if step == total or (options.save_every and step % options.save_every == 0):
-            keep.save(step)
-    bar.close()
+    log = JsonLines(config.output_dir / "metrics.jsonl", resume_step=done, write=world.is_main)
+    with closing(Progress(total=total, done=done, show=world.is_main)) as bar:
+        for step, batches in enumerate(clock.waiting(loader.steps(done)), start=done + 1):
+            world.check_launcher()
+            left, length = loader.take_skipped(), config.loss.ttt_length
+            counts = count_step(batches, ttt_length=length, skipped=left, world=world)
+            left_out.add(schedule.epoch_of(step - 1), counts.skipped_documents)
+            clock.add(counts)
+            rate = _rate(config, step - 1, total)
+            results, norm = list[StepResult](), None
+            if counts.has_loss:
+                results = _run_micro_batches(config, model, teacher, batches, counts)
+                sum_gradients(model.parameters(), world)
+                norm = float(clip_gradients(model, options.max_grad_norm))
+                _refuse_non_finite(norm, step, batches)
+                _update(optimizer, rate)
+            else:
+                keep.skipped += 1  # no supervised row on any rank: no weight may move, nor decay
+            if step % options.log_every == 0 or step == total:
+                row = {"step": step, "epoch": schedule.epoch_of(step - 1), "lr": rate}
+                sums = _sum_results(results, length, world)
+                row |= metrics_row(sums, counts, decay=config.loss.loss_decay)
+                row |= {"grad_norm": norm, "skipped_steps": keep.skipped, **clock.read()}
+                log.write(row | {"skipped_documents": left_out.total})
+            bar.update(row)
+            if step == total or (options.save_every and step % options.save_every == 0):
+                keep.save(step)
     return TrainSummary(total, keep.skipped, row)
 
 
