@@ -1,0 +1,86 @@
+"""Training that is stopped from outside, in processes of its own.
+
+Catches: loader processes that print tracebacks when Ctrl-C reaches the whole group, a worker that
+trains on after its torchrun was killed, a folder that a rerun then finds locked.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+
+from specforge_trim.train import checkpoint as checkpoints
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = str(ROOT / "train_eagle3.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stopped")
+    tiny.save_tiny_target(folder / "target")
+    tiny.write_conversations(folder / "train.jsonl", 8)
+    (folder / "recipe.yaml").write_text(f"""
+model: {{target: {folder}/target, draft_vocab_size: 64, target_dtype: float32}}
+data:
+  train_data: [{folder}/train.jsonl]
+  cache_dir: {folder}/cache
+  feature_dtype: float32
+  tokens_per_batch: 400
+  num_workers: 1
+loss: {{ttt_length: 3}}
+train: {{epochs: 1000, save_every: 5, device: cpu}}
+""")
+    return folder / "recipe.yaml"
+
+
+def start(command, recipe, out, *flags):
+    """A training process group of its own, once it has taken some steps."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, SCRIPT, "--config", str(recipe), "--output-dir", str(out), *flags],
+        stderr=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
+        # a shell starts background jobs with SIGINT ignored, which children inherit
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    metrics = out / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not metrics.exists() or metrics.read_text().count("\n") < 8:
+        assert process.poll() is None, process.stderr.read().decode()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return process
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_training_with_one_line(recipe, tmp_path):
+    process = start([sys.executable], recipe, tmp_path / "run")
+    os.killpg(process.pid, signal.SIGINT)
+    err = process.communicate(timeout=60)[1].decode()
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert err.splitlines()[-1].endswith("interrupted; run the same command to go on"), err[-500:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_rank_whose_torchrun_was_killed_stops_and_a_rerun_goes_on(recipe, tmp_path, ranks):
+    out = tmp_path / "run"
+    process = start([*TORCHRUN, ranks], recipe, out)
+    process.kill()  # torchrun alone
+    # communicate returns when the ranks have closed the stderr they inherited
+    err = process.communicate(timeout=60)[1].decode()
+    assert err.count("error: torchrun") == 1 and err.count("error") == 1, err[-2000:]
+    done = checkpoints.newest(out / "checkpoints").step
+    again = start([*TORCHRUN, ranks], recipe, out, "--max-steps", str(done + 20))
+    err = again.communicate(timeout=60)[1].decode()
+    assert again.returncode == 0, err[-2000:]
+    assert f"resuming after step {done}" in err
