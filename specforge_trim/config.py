@@ -29,6 +29,7 @@ __all__ = [
 DTYPES = ("float32", "bfloat16")
 _PATHS = (
     "draft_config",
+    "init_from",
     "vocab_map",
     "train_data",
     "train_features",
@@ -68,6 +69,13 @@ class ModelConfig:
     )
     init_head_from_target: bool = option(
         True, "start the draft's head from the target's rows (needs equal hidden sizes)"
+    )
+    init_from: str | None = option(
+        None, "folder of an exported draft to go on from, with its vocabulary; none = a new draft"
+    )
+    rebuild_vocab: bool = option(
+        False,
+        "with init_from: choose the vocabulary anew; tokens in both keep their head rows",
     )
     target_dtype: str = option(
         "bfloat16", "number format the target runs in while features are made", choices=DTYPES
@@ -177,7 +185,8 @@ class LossConfig:
     )
     loss_denominator: str = option(
         "rows",
-        "a step's loss is divided by: rows = all rows of the batch; supervised = its loss rows",
+        "what scales a step's gradient: 1 / all rows, or 1 / its loss rows (supervised), summed "
+        "over ranks and accumulated micro-batches; the logged loss is per loss row either way",
         choices=("rows", "supervised"),
     )
     loss_decay: float = option(

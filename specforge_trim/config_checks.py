@@ -23,6 +23,7 @@ def check_pairs(config: Any) -> None:
         )
     if trim.stop_grad_context_tokens:
         raise ConfigError("--stop-grad-context-tokens is not available yet; drop it")
+    _check_vocab(config.model)
     if attention.local_attention is not None and attention.attention_backend != "usp":
         raise ConfigError(
             f"local_attention = {attention.local_attention!r} has no effect with "
@@ -44,6 +45,20 @@ def check_pairs(config: Any) -> None:
         raise ConfigError(f"aux_layers = {list(aux)}, expected ascending, distinct layer ids")
     if config.model.draft_config is not None and not Path(config.model.draft_config).is_file():
         raise ConfigError(f"--draft-config {config.model.draft_config}: no such file")
+
+
+def _check_vocab(model: Any) -> None:
+    """Where the draft vocabulary comes from."""
+    if model.rebuild_vocab and model.init_from is None:
+        raise ConfigError(
+            "rebuild_vocab has no effect without init_from: a new draft's vocabulary is chosen "
+            "from its data anyway; drop --rebuild-vocab or name a draft with --init-from"
+        )
+    if model.vocab_map is not None and model.init_from is not None and not model.rebuild_vocab:
+        raise ConfigError(
+            f"init_from keeps the vocabulary of its draft and vocab_map = {model.vocab_map!r} "
+            "names another: drop one of them, or add --rebuild-vocab"
+        )
 
 
 def _check_features(config: Any) -> None:

@@ -19,13 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from specforge_trim.config import Config, ConfigError
 from specforge_trim.data.dataset import PreparedData, prepare
 from specforge_trim.data.peer_formats.folder import PeerData
-from specforge_trim.data.peer_formats.vocab_maps import read_vocab_maps
 from specforge_trim.data.supervision import MaskOptions
 from specforge_trim.distributed import World
 from specforge_trim.feature_sources import (
@@ -35,14 +31,14 @@ from specforge_trim.feature_sources import (
     online_documents,
     open_peer_data,
 )
+from specforge_trim.first_draft import build_draft
 from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.model.draft_config import DraftConfig
-from specforge_trim.model.vocab import build_draft_vocab, check_maps, check_vocab_sizes
-from specforge_trim.objective.teacher import Teacher
+from specforge_trim.model.vocab import check_vocab_sizes
 from specforge_trim.provenance import provenance
 from specforge_trim.target.aux_layers import resolve_aux_layers
 from specforge_trim.target.embedded import resolve_target
-from specforge_trim.target.hf import load_embedding_and_head, target_fingerprint
+from specforge_trim.target.hf import target_fingerprint
 from specforge_trim.target.hub import check_hub
 from specforge_trim.train.loader import Documents
 from specforge_trim.train.loop import TrainSummary, train
@@ -196,56 +192,7 @@ def training_data(
     return data, TrainingDocuments(data, make_features(config, target, data, world))
 
 
-# ---------------------------------------------------------------------- draft
-
-
-def draft_vocab(
-    config: Config, target: Target, data: PreparedData | PeerData
-) -> tuple[Tensor, Tensor]:
-    """d2t and t2d: the vocabulary that vocab_map names, else the most frequent tokens of `data`.
-
-    Raises ConfigError when the map has another size than the draft.
-    """
-    sizes = {
-        "vocab_size": target.draft.vocab_size,
-        "draft_vocab_size": target.draft.draft_vocab_size,
-    }
-    path = config.model.vocab_map
-    if path is None:
-        return build_draft_vocab(data, **sizes)
-    found = read_vocab_maps(path, vocab_size=target.draft.vocab_size)
-    if isinstance(found, Tensor):
-        return build_draft_vocab(found, **sizes)
-    d2t, t2d = found
-    if d2t.numel() != target.draft.draft_vocab_size:
-        raise ConfigError(
-            f"vocab_map {path} keeps {d2t.numel()} tokens, the draft has "
-            f"{target.draft.draft_vocab_size}: set draft_vocab_size = {d2t.numel()}"
-        )
-    check_maps(d2t, t2d, vocab_size=target.draft.vocab_size)
-    return d2t, t2d
-
-
-def build_draft(
-    config: Config, target: Target, data: PreparedData | PeerData, *, device: torch.device
-) -> tuple[Eagle3Draft, Teacher]:
-    """The untrained draft (fp32 weights, the same on every rank) and the teacher, on `device`."""
-    d2t, t2d = draft_vocab(config, target, data)
-    head = load_embedding_and_head(target.path)
-    torch.manual_seed(config.train.seed)
-    model = Eagle3Draft(target.draft)
-    model.load_target(head)
-    model.set_vocab(d2t, t2d)
-    if config.model.init_head_from_target:
-        model.init_head_from_target(head)
-    model.to(device)
-    teacher = Teacher(
-        head=head.head.to(device, getattr(torch, config.train.dtype)),
-        draft_to_target=model.draft_to_target,
-        t2d=model.t2d,
-        logit_post=head.logit_post,
-    )
-    return model, teacher
+# ---------------------------------------------------------------------- training
 
 
 def train_draft(config: Config, world: World) -> TrainSummary:

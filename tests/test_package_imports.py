@@ -40,7 +40,8 @@ MAY_IMPORT = {
 }
 # Entry points: they may import everything, and nothing imports them.
 ENTRY_POINTS = {
-    "cli", "running", "quickstart", "feature_sources", "pipeline", "regeneration", "results",
+    "cli", "running", "quickstart", "feature_sources", "first_draft", "pipeline", "regeneration",
+    "results",
     "__main__",
 }  # fmt: skip
 OPTIONAL = {"flash_attn", "yunchang", "triton", "wandb", "tensorboard", "gguf", "accelerate"}

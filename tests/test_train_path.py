@@ -5,7 +5,6 @@ run that differs from a full one, ranks that differ from accumulation, a draft t
 way through a checkpoint and an export, work that is done again although its result is there.
 """
 
-import json
 import os
 import socket
 import subprocess
@@ -33,36 +32,10 @@ TRIM = ["--trim-loss-positions", "--trim-backbone-rows"]
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A folder with a tiny target, training and held-out conversations, and a recipe."""
-    folder = tmp_path_factory.mktemp("path")
-    tiny.save_tiny_target(folder / "target")
-    tiny.write_conversations(folder / "train.jsonl", 8)
-    tiny.write_conversations(folder / "held.jsonl", 2, seed=100)
-    recipe = f"""
-model: {{target: {folder}/target, draft_vocab_size: 64, target_dtype: float32}}
-data:
-  train_data: [{folder}/train.jsonl]
-  cache_dir: {folder}/cache
-  feature_dtype: float32
-  tokens_per_batch: 400
-  num_workers: 0
-loss: {{ttt_length: 3}}
-train: {{learning_rate: 1.0e-3, epochs: 2, device: cpu}}
-evaluate: {{eval_data: [{folder}/held.jsonl], eval_depth: 2, eval_max_new_tokens: 6}}
-"""
-    (folder / "recipe.yaml").write_text(recipe)
-    return folder
+    return tiny.training_place(tmp_path_factory.mktemp("path"))
 
 
-def run(place, name, *flags):
-    """Trains into place/name and returns the metric rows."""
-    out = place / name
-    code = train_main(["--config", str(place / "recipe.yaml"), "--output-dir", str(out), *flags])
-    assert code == 0
-    return rows(out)
-
-
-def rows(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+run, rows = tiny.run_recipe, tiny.metric_rows
 
 
 def losses(metric_rows):

@@ -124,6 +124,41 @@ def write_conversations(
     return path
 
 
+def training_place(folder: Path) -> Path:
+    """Put a tiny target, training and held-out conversations and a recipe into `folder`."""
+    save_tiny_target(folder / "target")
+    write_conversations(folder / "train.jsonl", 8)
+    write_conversations(folder / "held.jsonl", 2, seed=100)
+    recipe = f"""
+model: {{target: {folder}/target, draft_vocab_size: 64, target_dtype: float32}}
+data:
+  train_data: [{folder}/train.jsonl]
+  cache_dir: {folder}/cache
+  feature_dtype: float32
+  tokens_per_batch: 400
+  num_workers: 0
+loss: {{ttt_length: 3}}
+train: {{learning_rate: 1.0e-3, epochs: 2, device: cpu}}
+evaluate: {{eval_data: [{folder}/held.jsonl], eval_depth: 2, eval_max_new_tokens: 6}}
+"""
+    (folder / "recipe.yaml").write_text(recipe)
+    return folder
+
+
+def run_recipe(place: Path, name: str, *flags: str) -> list[dict]:
+    """Train the recipe of `training_place` into place/name; the rows of metrics.jsonl."""
+    from specforge_trim.cli import train_main
+
+    out = place / name
+    code = train_main(["--config", str(place / "recipe.yaml"), "--output-dir", str(out), *flags])
+    assert code == 0
+    return metric_rows(out)
+
+
+def metric_rows(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
 def random_ids_and_mask(
     length: int, *, seed: int = 0, spans: int = 1, span_length: int = 6
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -191,9 +191,7 @@ def _teacher_hidden(
         rows = pack.supervised[edges[i] : edges[i + 1]]
         wanted = rows + 1 - pack.cu_seqlens[i]
         positions, states = features.last_positions, features.last()
-        index = torch.searchsorted(positions, wanted)
-        found = index < positions.numel()
-        found &= positions[index.clamp(max=max(positions.numel() - 1, 0))] == wanted
+        index, found = torch.searchsorted(positions, wanted), torch.isin(wanted, positions)
         missing = m[rows] & ~found
         if bool(missing.any()):
             raise ValueError(

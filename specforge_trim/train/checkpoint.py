@@ -81,8 +81,8 @@ def check_identity(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
         if saved.get(key) != wanted.get(key):
             raise ValueError(
                 f"checkpoint {checkpoint.path} was made with {key} = {saved.get(key)!r}, this "
-                f"run has {wanted.get(key)!r}: choose another --output-dir, or start over in "
-                "this one with --no-resume"
+                f"run has {wanted.get(key)!r}: choose another --output-dir (--init-from goes on "
+                "from an exported draft there), or start over in this one with --no-resume"
             )
 
 

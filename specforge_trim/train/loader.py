@@ -6,7 +6,6 @@ the accelerator or another rank anything.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import threading
@@ -15,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import torch
 from torch.utils.data import DataLoader, Dataset
 
 from specforge_trim.data.document_features import BadFeatures
+from specforge_trim.train import wire
 from specforge_trim.train.batch import (
     Batch,
     PackedAux,
@@ -43,12 +42,12 @@ class Documents(Protocol):
 class _Ahead:
     """A micro-batch as it comes from the loader.
 
-    numbers: its documents; batch: planned, as bytes if it crossed processes, or the error that
+    numbers: its documents; batch: planned, packed if it crosses processes, or the error that
     stops the run; skipped: documents left out, each with place and reason.
     """
 
     numbers: tuple[int, ...]
-    batch: Batch | bytes | Exception | None
+    batch: Batch | wire.Packed | Exception | None
     skipped: tuple[str, ...]
 
 
@@ -90,14 +89,10 @@ class _Planned(Dataset):
             return _Ahead((), error, ())
         return _Ahead(tuple(numbers), self._packed(batch), tuple(skipped))
 
-    def _packed(self, batch: Batch | None) -> Batch | bytes | None:
+    def _packed(self, batch: Batch | None) -> Batch | wire.Packed | None:
         if batch is None or not self.pack_up:
             return batch
-        # A plan is hundreds of small tensors: one block of bytes crosses to the main process
-        # where each tensor would cost a shared-memory file.  Features stay on disk until read.
-        buffer = io.BytesIO()
-        torch.save(replace(batch, aux=None), buffer)
-        return buffer.getvalue()
+        return wire.pack(replace(batch, aux=None))  # features stay on disk until they are read
 
 
 def _as_it_is(item: Any) -> Any:
@@ -171,8 +166,7 @@ class BatchLoader:
     def _unpack(self, ahead: _Ahead) -> Batch:
         if isinstance(ahead.batch, Batch):
             return ahead.batch
-        assert isinstance(ahead.batch, bytes)
-        # Bytes of our own making; nothing foreign is ever unpickled here.
-        batch: Batch = torch.load(io.BytesIO(ahead.batch), weights_only=False)
+        assert isinstance(ahead.batch, wire.Packed)
+        batch: Batch = wire.unpack(ahead.batch)
         features = tuple(self._documents.features(n) for n in ahead.numbers)
         return replace(batch, aux=PackedAux(features, tuple(batch.cu_seqlens[:-1].tolist())))

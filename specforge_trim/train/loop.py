@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -216,11 +216,11 @@ def _denominators(counts: StepCounts, kind: str) -> Tensor:
 
 
 def _sum_results(results: Sequence[StepResult], ttt_length: int, world: World) -> Tensor:
-    """Metric sums [5, K] over micro-batches and ranks: fields of StepResult, in its order."""
-    sums = torch.zeros(5, ttt_length, dtype=torch.float64, device=world.device)
-    for r in results:
-        fields = (r.loss, r.correct, r.accept, r.accept_in_vocab, r.in_vocab)
-        sums += torch.stack(fields).double()
+    """Metric sums [7, K] over micro-batches and ranks: fields of StepResult, in its order."""
+    names = [field.name for field in fields(StepResult)]
+    sums = torch.zeros(len(names), ttt_length, dtype=torch.float64, device=world.device)
+    for result in results:
+        sums += torch.stack([getattr(result, name) for name in names]).double()
     return world.sum(sums).cpu()
 
 

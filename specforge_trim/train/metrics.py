@@ -5,7 +5,6 @@ Letters: K ttt_length.
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from specforge_trim.distributed import World
 from specforge_trim.train.batch import Batch
+from specforge_trim.train.memory import PeakMemory
 
 _Item = TypeVar("_Item")
 
@@ -73,15 +73,21 @@ def count_step(
 def metrics_row(sums: Tensor, counts: StepCounts, *, decay: float) -> dict[str, Any]:
     """Metrics of one optimizer step.
 
-    sums: [5, K] loss, correct, accept, accept_in_vocab, in_vocab over all loss rows.
+    sums: [7, K] fields of StepResult in its order, over micro-batches and ranks.
 
-        loss/i          per loss row of TTT step i, nats;  loss = sum_i decay^i loss/i
-        accuracy/i      the draft's first choice is the target's
+        loss/i          the objective per loss row of TTT step i, whatever scales its gradient
+        loss            sum_i decay^i loss/i
+        accuracy/i      share of loss rows where the draft's first choice is the target's
+        conditional_accuracy/i  the same over rows that emit loss at all of steps 0..i and were
+                        right at 0..i-1: what decoding would reach
         acceptance/i    mean over loss rows of sum_v min(target, draft probability)
-        acceptance_length  1 + sum_i prod_{j<=i} acceptance/j, simulated
-    A step without loss rows has null for what cannot be divided.
+        acceptance_in_vocab/i   the same over rows whose target choice the draft can say
+        acceptance_length       1 + sum_i prod_{j<=i} acceptance/j, simulated
+
+    Loss rows whose target choice the draft cannot say add no loss, are wrong, and count.
+    A step without rows to divide by has null.
     """
-    loss, correct, accept, accept_in_vocab, in_vocab = sums.tolist()
+    loss, correct, accept, accept_in_vocab, in_vocab, reached, reached_correct = sums.tolist()
     rows = counts.loss_rows.tolist()
     steps = range(len(rows))
     row: dict[str, Any] = {"loss": None, "acceptance_length": None}
@@ -95,6 +101,7 @@ def metrics_row(sums: Tensor, counts: StepCounts, *, decay: float) -> dict[str, 
     for name, top, bottom in (
         ("loss", loss, rows),
         ("accuracy", correct, rows),
+        ("conditional_accuracy", reached_correct, reached),
         ("acceptance", accept, rows),
         ("acceptance_in_vocab", accept_in_vocab, in_vocab),
     ):
@@ -113,47 +120,48 @@ def _ratio(top: float, bottom: float) -> float | None:
 
 
 class Throughput:
-    """Tokens per second over all ranks since the last reading, and peak memory."""
+    """Speed over all ranks since the last reading, and this rank's peak memory."""
 
     def __init__(self, world: World) -> None:
-        self._device = world.device
+        self._memory = PeakMemory(world.device)
         self._start = self._since = time.perf_counter()
-        self._rows = self._waited = 0.0
+        self._rows = self._flops = self._waited = 0.0
         self._steps = 0
 
     def add(self, counts: StepCounts) -> None:
         self._rows += counts.rows
+        self._flops += counts.kept_flops
         self._steps += 1
 
     def waiting(self, batches: Iterable[_Item]) -> Iterator[_Item]:
-        """The same items; the time spent waiting for each is counted."""
+        """The same items; the time spent waiting for each is counted, and memory watched."""
         iterator = iter(batches)
-        while True:
-            start = time.perf_counter()
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-            self._waited += time.perf_counter() - start
-            yield item
+        with self._memory:
+            while True:
+                start = time.perf_counter()
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+                self._waited += time.perf_counter() - start
+                yield item
 
     def read(self) -> dict[str, float]:
-        """Values since the last call; `time/seconds` counts from the start of this process."""
+        """Values since the last call; `time/seconds` counts from the start of this process.
+
+        perf/gflops_per_second counts the FLOPs of the packs (plan/cost.py: the draft's matrix
+        products, without the teacher), so it is work done, not work left out.
+        """
         now = time.perf_counter()
         passed = now - self._since
         values = {
             "perf/tokens_per_second": self._rows / passed,
-            "perf/peak_memory_mb": peak_memory_mb(self._device),
+            "perf/gflops_per_second": self._flops / passed / 1e9,
+            "perf/peak_memory_mb": self._memory.read() / 2**20,
             "time/step_seconds": passed / self._steps,
             "time/loader_wait_seconds": self._waited / self._steps,
             "time/seconds": now - self._start,
         }
-        self._since, self._rows, self._steps, self._waited = now, 0.0, 0, 0.0
+        self._since, self._rows, self._flops = now, 0.0, 0.0
+        self._steps, self._waited = 0, 0.0
         return values
-
-
-def peak_memory_mb(device: torch.device) -> float:
-    """This rank's peak: of the device's allocator, or of the whole process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

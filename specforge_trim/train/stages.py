@@ -59,13 +59,19 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Sums over the loss rows of each step, tensors [K]; see LossMetrics for their meaning."""
+    """Sums over the loss rows of each step, tensors [K]; see LossMetrics for the first five.
+
+    reached: rows that emit loss at all of steps 0..i and were right at 0..i-1;
+    reached_correct: those that are right at step i too.
+    """
 
     loss: Tensor
     correct: Tensor
     accept: Tensor
     accept_in_vocab: Tensor
     in_vocab: Tensor
+    reached: Tensor
+    reached_correct: Tensor
 
 
 def ensure_gradients(model: torch.nn.Module) -> None:
@@ -156,7 +162,7 @@ class _RowStage:
         decay = settings.decay ** torch.arange(steps, dtype=work)
         # max(1): a step without loss rows anywhere has nothing to divide.
         self.scales = self._put(decay) / self._put(denominators).to(work).clamp(min=1)
-        self.sums = torch.zeros(5, steps, dtype=work, device=self.device)
+        self.sums = torch.zeros(7, steps, dtype=work, device=self.device)  # StepResult's fields
 
     def _put(self, x: Tensor) -> Tensor:
         return x.to(self.device, non_blocking=True)
@@ -187,9 +193,11 @@ class _RowStage:
         keys: list[list[Tensor]] = [[] for _ in layers]
         values: list[list[Tensor]] = [[] for _ in layers]
         total = torch.zeros((), dtype=self.scales.dtype, device=self.device)
+        streak = total.new_ones(x.shape[0])  # 1: a loss row at every earlier step, and right
         for i, step in enumerate(chunk.steps):
             if step.carry_index is not None:
                 x = x.index_select(0, step.carry_index)
+                streak = streak.index_select(0, step.carry_index)
             embedding = model.embed(self.stream.next_ids(step.rows, 1 + i))
             cos, sin = model.rotary.cos_sin(self.stream.positions[step.rows] + i, x.dtype)
             # At step 0 the lower layers have run in the context stage, and so has k/v.
@@ -203,22 +211,30 @@ class _RowStage:
                 attended = row_attention(q, contexts[n], step, keys=keys[n], values=values[n])
                 x = layers[n].finish(x, attended)
             output, x = x, model.feedback(x)
+            reached, streak = streak, torch.zeros_like(streak)
             if step.loss_index.shape[0]:
-                total = total + self._loss(i, step, output, x, table)
+                loss, right = self._loss(i, step, output, x, table)
+                total = total + loss
+                reached = reached.index_select(0, step.loss_index)
+                if (counts := self._weights(i, step)) is not None:
+                    reached = reached * counts
+                streak.index_copy_(0, step.loss_index, reached * right)
+                self.sums[5:, i] += torch.stack((reached.sum(), streak.sum()))
         # A dense chunk without loss rows is still run whole, as the full computation does.
         return total + output.sum().to(total.dtype) * 0
 
     def _loss(
         self, i: int, step: ChunkStep, output: Tensor, fed: Tensor, table: TeacherTable
-    ) -> Tensor:
-        """Step i's scaled loss of a chunk's loss rows; adds their metric sums."""
+    ) -> tuple[Tensor, Tensor]:
+        """Step i's scaled loss of a chunk's n loss rows, and bool [n], which are right.
+
+        Adds their metric sums.
+        """
         model, index = self.model, step.loss_index
         if model.config.norm_output:
             hidden = fed.index_select(0, index)  # already normed: the tensor the head sees
         else:
             hidden = model.final_norm(output.index_select(0, index))
-        weights = self.batch.loss_weights
-        a, b = step.loss_slice
         loss, metrics = linear_loss(
             hidden,
             model.lm_head.weight,
@@ -226,11 +242,17 @@ class _RowStage:
             step.teacher_index,
             scale=self.scales[i],
             objective=self.objective,
-            row_weight=None if weights is None else self._put(weights[i][a:b]),
+            row_weight=self._weights(i, step),
             weight_grad=model.lm_head.weight.grad,
         )
-        self.sums[:, i] += _stack(metrics)
-        return loss
+        self.sums[:5, i] += _stack(metrics)
+        return loss, metrics.right
+
+    def _weights(self, i: int, step: ChunkStep) -> Tensor | None:
+        """0 or 1 per loss row of a chunk, where not every one of them counts."""
+        weights = self.batch.loss_weights
+        a, b = step.loss_slice
+        return None if weights is None else self._put(weights[i][a:b])
 
 
 def _stack(m: LossMetrics) -> Tensor:
