@@ -142,8 +142,10 @@ def test_stages_online_a_late_step_without_rows_has_no_mean():
         full_flops=2.0,
     )
     sums = torch.tensor([[8.0, 3, 0], [2, 0, 0], [2, 0.5, 0], [2, 0.5, 0], [4, 1, 0]])
+    sums = torch.cat((sums, torch.tensor([[4.0, 1, 0], [2, 0, 0]])))  # reached, and right
     row = metrics_row(sums, counts, decay=0.5)
     assert [row[f"accuracy/{i}"] for i in range(3)] == [0.5, 0.0, None]
+    assert [row[f"conditional_accuracy/{i}"] for i in range(3)] == [0.5, 0.0, None]
     assert [row[f"acceptance/{i}"] for i in range(3)] == [0.5, 0.5, None]
     assert row["loss"] == 8 / 4 + 0.5 * 3 / 1
     assert row["acceptance_length"] == 1 + 0.5 + 0.25
