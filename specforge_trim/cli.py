@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from specforge_trim import regeneration
+from specforge_trim import draft_commands, regeneration
 from specforge_trim.config import Config, ConfigError, check_world, config_parser, resolve_config
 from specforge_trim.options import HelpFormatter, Parser, nearest
 from specforge_trim.provenance import package_versions
@@ -51,9 +51,21 @@ def train_command(argv: Sequence[str]) -> None:
         "      --trim-loss-positions --trim-backbone-rows",
     )
     _add_version(parser)
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="print the plan of the run (sizes, memory, kept work) and stop: loads no weights",
+    )  # fmt: skip
     arguments = parser.parse_args(argv)
     config = resolve_config(arguments, default_file=RECIPE)
-    check_world(config, int(os.environ.get("WORLD_SIZE", 1)))
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    check_world(config, ranks)
+    if arguments.dry_run:
+        from specforge_trim.dry_run import plan_of_run
+
+        quiet_transformers()
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(plan_of_run(config, world_size=ranks))
+        return
 
     from specforge_trim import distributed
     from specforge_trim.pipeline import train_draft
@@ -241,20 +253,16 @@ def export_command(argv: Sequence[str]) -> None:
     """Writes the newest checkpoint as a serving folder."""
     parser = _parser(
         "export",
-        "Writes the newest checkpoint of a run as safetensors and config.json that SGLang and\n"
-        "vLLM load, and checks that it reads back to equal logits.",
+        "Writes the newest checkpoint of a run as safetensors and config.json that SGLang, vLLM\n"
+        "and TensorRT-LLM load, with a model card, and checks that equal logits are read back.",
         "specforge-trim export --config examples/quickstart.yaml --out drafts/smollm2",
         ("model", "data", "train"),
     )
-    parser.add_argument(
-        "--out", metavar="DIR", help="folder to write (default: output_dir/export)"
-    )
+    draft_commands.add_export_flags(parser)
     arguments, config = _resolve(parser, argv)
-    from specforge_trim import distributed, pipeline, results
+    from specforge_trim import distributed
 
-    target = pipeline.open_target(config, distributed.start(device="cpu"))
-    out = None if arguments.out is None else Path(arguments.out)
-    print(results.export_trained(config, target, out))
+    print(draft_commands.export(arguments, config, distributed.start(device="cpu")))
 
 
 def evaluate_command(argv: Sequence[str]) -> None:
@@ -284,6 +292,7 @@ COMMANDS: dict[str, Command] = {
     "capture": capture_command,
     "verify": verify_command,
     "inspect": inspect_command,
+    "make-config": draft_commands.make_config_command,
     "export": export_command,
     "evaluate": evaluate_command,
 }
@@ -295,7 +304,7 @@ def _dispatch(argv: Sequence[str]) -> None:
         return
     if argv and not argv[0].startswith("-"):
         raise ConfigError(f"unknown command {argv[0]}; {nearest(argv[0], COMMANDS)}")
-    listing = "\n".join(f"  {name:<12}{run.__doc__}" for name, run in COMMANDS.items())
+    listing = "\n".join(f"  {name:<13}{run.__doc__}" for name, run in COMMANDS.items())
     parser = Parser(
         prog="specforge-trim",
         usage="specforge-trim COMMAND [...]",

@@ -71,7 +71,9 @@ class ModelConfig:
         True, "start the draft's head from the target's rows (needs equal hidden sizes)"
     )
     init_from: str | None = option(
-        None, "folder of an exported draft to go on from, with its vocabulary; none = a new draft"
+        None,
+        "folder of a draft to go on from, as this package, SpecForge, speculators or EAGLE wrote "
+        "it: its weights, vocabulary and (without draft_config) sizes; none = a new draft",
     )
     rebuild_vocab: bool = option(
         False,

@@ -45,6 +45,9 @@ def check_pairs(config: Any) -> None:
         raise ConfigError(f"aux_layers = {list(aux)}, expected ascending, distinct layer ids")
     if config.model.draft_config is not None and not Path(config.model.draft_config).is_file():
         raise ConfigError(f"--draft-config {config.model.draft_config}: no such file")
+    init = config.model.init_from
+    if init is not None and not Path(init).expanduser().is_dir():
+        raise ConfigError(f"init_from = {init!r}: no such folder")
 
 
 def _check_vocab(model: Any) -> None:

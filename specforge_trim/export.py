@@ -1,8 +1,12 @@
-"""Write a trained draft as the folder that SGLang, vLLM and TensorRT-LLM load, and read it back.
+"""Write a trained draft as the folder that serving engines load, and read it back.
 
     model.safetensors   the draft's tensors under their serving names, nothing else
     config.json         the complete configuration, both rope forms
+    README.md           model card: provenance, acceptance, how to serve it
     training.json       how it was made (only when given); engines do not read it
+
+Two layouts (model/draft_formats.py): native, which SGLang, vLLM and TensorRT-LLM share, and
+speculators, which vLLM and speculators read.
 
 The folder is written under a temporary name, loaded again and compared, and only then renamed:
 a folder with the final name is complete and has been loaded once.
@@ -19,22 +23,24 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .model.draft import Eagle3Draft
 from .model.draft_config import DraftConfig
+from .model.draft_formats import LAYOUTS, own_names, speculators_config, speculators_names
+from .model.draft_import import CONFIG, EMBEDDING, MAPS, WEIGHTS, load_draft
+from .model.rope import MULTIMODAL_KEYS, rope_frequencies
 from .model.vocab import check_maps
+from .model_card import CARD, model_card
 from .target.aux_layers import exported_aux_keys, resolve_aux_layers
+
+__all__ = ["export_draft", "load_draft", "check_export", "serving_config", "serving_tensors"]
 
 log = logging.getLogger(__name__)
 
-WEIGHTS, CONFIG, TRAINING = "model.safetensors", "config.json", "training.json"
-_MAPS = ("d2t", "t2d")
-_EMBEDDING = "embed_tokens.weight"
-# Rope keys of image and video positions: with them an engine takes a text draft for multimodal.
-_MULTIMODAL_ROPE = ("mrope_section", "mrope_interleaved")
+TRAINING = "training.json"
+DEPTH = 5  # tokens drafted per round, in the commands of the model card
 
 
 def export_draft(
@@ -44,6 +50,8 @@ def export_draft(
     target_config: Any,
     training: dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,
+    layout: str = "native",
+    target_name: str | None = None,
 ) -> Path:
     """Write `model` as a serving folder and return its path.
 
@@ -54,12 +62,17 @@ def export_draft(
         target_config: the target's transformers configuration.
         training: provenance to keep beside the weights (JSON values), not read by engines.
         dtype: float format on disk; None = float16 for a float16 target, else bfloat16.
+        layout: native or speculators.
+        target_name: folder or hub id of the target, for the model card and the speculators
+            layout; None = what target_config says.
 
     Raises:
         ValueError: the draft does not fit the target, its vocabulary maps disagree, or what was
             written does not load back to the same tensors and logits.
     """
     out = Path(out_dir)
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}")
     if model.config.num_hidden_layers != 1:
         raise ValueError(
             f"num_hidden_layers={model.config.num_hidden_layers}: the serving engines share a "
@@ -70,6 +83,26 @@ def export_draft(
         dtype = torch.float16 if is_half else torch.bfloat16
     config = serving_config(model.config, target_config=target_config, dtype=dtype)
     tensors = serving_tensors(model, dtype=dtype)
+    name = str(target_name or getattr(target_config, "_name_or_path", "") or "TARGET")
+    texts = {CARD: model_card(config, target=name, layout=layout, training=training, depth=DEPTH)}
+    if training is not None:
+        texts[TRAINING] = _json(training)
+    if layout == "native":
+        texts[CONFIG] = _json(config.to_dict())
+    else:
+        tensors = speculators_names(tensors)
+        known = list(getattr(target_config, "architectures", None) or [])
+        texts[CONFIG] = _json(
+            speculators_config(config, verifier=name, architectures=known, depth=DEPTH)
+        )
+    _warn_of_readers(config)
+    return _write_checked(out, tensors, texts, config=model.config)
+
+
+def _write_checked(
+    out: Path, tensors: dict[str, Tensor], texts: dict[str, str], *, config: DraftConfig
+) -> Path:
+    """Write the files beside `out`, load them, compare, and only then rename."""
     _refuse_foreign_folder(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     # One fixed name, so that what a killed run left behind goes with the next export.
@@ -80,10 +113,9 @@ def export_draft(
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
         # save_file leaves the file to its writer alone; a server may run as another user.
         (temporary / WEIGHTS).chmod(0o644)
-        _write_json(temporary / CONFIG, config.to_dict())
-        if training is not None:
-            _write_json(temporary / TRAINING, training)
-        check_export(temporary, tensors, model.config)
+        for name, text in texts.items():
+            (temporary / name).write_text(text, encoding="utf-8")
+        check_export(temporary, tensors, config)
         _replace_folder(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -116,7 +148,8 @@ def serving_config(config: DraftConfig, *, target_config: Any, dtype: torch.dtyp
         for key in ("bos_token_id", "eos_token_id", "pad_token_id")
         if getattr(config, key) is None
     }
-    rope = {k: v for k, v in config.rope_parameters.items() if k not in _MULTIMODAL_ROPE}
+    rope = {k: v for k, v in config.rope_parameters.items() if k not in MULTIMODAL_KEYS}
+    _check_rope_at_limit(config, text.max_position_embeddings)
     return dataclasses.replace(
         config,
         max_position_embeddings=text.max_position_embeddings,
@@ -125,6 +158,37 @@ def serving_config(config: DraftConfig, *, target_config: Any, dtype: torch.dtyp
         dtype=str(dtype).removeprefix("torch."),
         **token_ids,
     )
+
+
+def _check_rope_at_limit(config: DraftConfig, limit: int) -> None:
+    """Raise ValueError when the target's limit gives other rotary tables than training had."""
+    tables = [
+        rope_frequencies(
+            config.rope_parameters, head_dim=config.head_dim, max_position_embeddings=positions
+        )
+        for positions in (config.max_position_embeddings, limit)
+    ]
+    if tables[0][1] != tables[1][1] or not torch.equal(tables[0][0], tables[1][0]):
+        raise ValueError(
+            f"max_position_embeddings={config.max_position_embeddings} of the draft config, and "
+            f"the target's {limit} gives other rotary positions for rope_type="
+            f"{config.rope_parameters['rope_type']!r}: train with the target's limit"
+        )
+
+
+def _warn_of_readers(config: DraftConfig) -> None:
+    """Say what some engines would read differently."""
+    if config.vllm_only:
+        log.warning(
+            "export: %s is read by vLLM only; SGLang and TensorRT-LLM would load a broken draft",
+            ", ".join(config.vllm_only),
+        )
+    if config.rope_parameters["rope_type"] in ("dynamic", "longrope"):
+        log.warning(
+            "export: engines differ in rope_type=%s (which lengths are scaled, and how): measure "
+            "the acceptance where the draft is served",
+            config.rope_parameters["rope_type"],
+        )
 
 
 def serving_tensors(model: Eagle3Draft, *, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -137,14 +201,14 @@ def serving_tensors(model: Eagle3Draft, *, dtype: torch.dtype) -> dict[str, Tens
     tensors = {name: value.detach().cpu() for name, value in model.state_dict().items()}
     check_maps(tensors["d2t"], tensors["t2d"], vocab_size=config.vocab_size)
     expected = (config.vocab_size, config.hidden_size)
-    if tuple(tensors[_EMBEDDING].shape) != expected:
+    if tuple(tensors[EMBEDDING].shape) != expected:
         raise ValueError(
-            f"{_EMBEDDING} has shape {list(tensors[_EMBEDDING].shape)}; engines read "
+            f"{EMBEDDING} has shape {list(tensors[EMBEDDING].shape)}; engines read "
             f"[vocab_size, hidden_size] = {list(expected)}: hidden_size must equal "
             "target_hidden_size for a draft that shares the target's embedding"
         )
     if config.draft_vocab_size == config.vocab_size:
-        for name in _MAPS:
+        for name in MAPS:
             del tensors[name]
     for name, value in tensors.items():
         if value.is_floating_point():
@@ -155,48 +219,10 @@ def serving_tensors(model: Eagle3Draft, *, dtype: torch.dtype) -> dict[str, Tens
     return tensors
 
 
-def load_draft(
-    folder: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
-) -> Eagle3Draft:
-    """Read an exported folder. `dtype` None keeps the file's float format.
-
-    Raises ValueError naming the folder and the file, key or tensor that is missing, unknown or
-    of another shape. A file without embed_tokens leaves it to `Eagle3Draft.load_target`.
-    """
-    folder = Path(folder)
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise ValueError(f"no draft in {folder}: {WEIGHTS} is missing")
-    config = DraftConfig.from_json(folder / CONFIG)
-    try:
-        tensors = load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is no complete safetensors file: {error}") from None
-    # Construction draws initial weights; the caller's random state must not notice.
-    with torch.random.fork_rng(devices=[]):
-        model = Eagle3Draft(config)
-    expected = model.state_dict()
-    is_full = config.draft_vocab_size == config.vocab_size
-    optional = {_EMBEDDING, *(_MAPS if is_full else ())}
-    unknown = sorted(set(tensors) - set(expected))
-    missing = sorted(set(expected) - set(tensors) - optional)
-    if unknown or missing:
-        raise ValueError(f"{path}: unknown tensors {unknown}, missing tensors {missing}")
-    for name, value in tensors.items():
-        if value.shape != expected[name].shape:
-            raise ValueError(
-                f"{path}: {name} has shape {list(value.shape)}; the config says "
-                f"{list(expected[name].shape)}"
-            )
-    saved = next(v.dtype for k, v in tensors.items() if k not in _MAPS)
-    model.to(dtype or saved)
-    model.load_state_dict(tensors, strict=False)
-    model.set_vocab(tensors.get("d2t", model.d2t), tensors.get("t2d", model.t2d))
-    return model.to(device)
-
-
 def check_export(folder: Path, tensors: dict[str, Tensor], config: DraftConfig) -> None:
     """Load `folder` and compare it with what was meant: every tensor, then logits of a probe.
+
+    tensors: under the names of the file.
 
     The probe runs the loaded draft against one built from `tensors` and the draft's own `config`,
     so that a key lost on the way through config.json shows. Raises ValueError.
@@ -209,7 +235,7 @@ def check_export(folder: Path, tensors: dict[str, Tensor], config: DraftConfig) 
             raise ValueError(f"{folder}: {name} does not read back as it was written")
     with torch.random.fork_rng(devices=[]):
         meant = Eagle3Draft(config)
-    meant.load_state_dict(tensors, strict=False)
+    meant.load_state_dict(own_names(tensors), strict=False)
     # One set of positions for both: the two configurations may have different limits.
     far = config.max_position_embeddings
     mine = _probe(meant, far=far)
@@ -244,8 +270,8 @@ def _probe(model: Eagle3Draft, *, far: int) -> Tensor:
     return torch.cat(out)
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
 def _refuse_foreign_folder(out: Path) -> None:
@@ -253,7 +279,7 @@ def _refuse_foreign_folder(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; expected a folder to write the draft to")
     if out.is_dir():
-        foreign = sorted({p.name for p in out.iterdir()} - {WEIGHTS, CONFIG, TRAINING})
+        foreign = sorted({p.name for p in out.iterdir()} - {WEIGHTS, CONFIG, TRAINING, CARD})
         if foreign:
             raise ValueError(
                 f"{out} holds other files ({', '.join(foreign[:5])}); expected an earlier "

@@ -20,6 +20,7 @@ from specforge_trim.data.peer_formats.vocab_maps import read_vocab_maps
 from specforge_trim.export import load_draft
 from specforge_trim.feature_sources import Target
 from specforge_trim.model.draft import Eagle3Draft
+from specforge_trim.model.draft_import import folder_format
 from specforge_trim.model.vocab import (
     build_draft_vocab,
     check_maps,
@@ -105,6 +106,8 @@ def _start(config: Config, target: Target) -> Eagle3Draft:
     free = {"dtype", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"}
     if config.model.rebuild_vocab:
         free.add("draft_vocab_size")
+    if folder_format(folder) == "eagle":  # whose norm_output is another thing: draft_config rules
+        free.add("norm_output")
     for key in sorted(set(wanted) - free):
         if found[key] != wanted[key]:
             raise ConfigError(

@@ -24,6 +24,7 @@ from specforge_trim.data.dataset import PreparedData, prepare
 from specforge_trim.data.peer_formats.folder import PeerData
 from specforge_trim.data.supervision import MaskOptions
 from specforge_trim.distributed import World
+from specforge_trim.draft_setup import draft_config
 from specforge_trim.feature_sources import (
     Target,
     TrainingDocuments,
@@ -33,8 +34,6 @@ from specforge_trim.feature_sources import (
 )
 from specforge_trim.first_draft import build_draft
 from specforge_trim.model.draft import Eagle3Draft
-from specforge_trim.model.draft_config import DraftConfig
-from specforge_trim.model.vocab import check_vocab_sizes
 from specforge_trim.provenance import provenance
 from specforge_trim.target.aux_layers import resolve_aux_layers
 from specforge_trim.target.embedded import resolve_target
@@ -68,69 +67,6 @@ def open_target(config: Config, world: World) -> Target:
     return world.together(settle)
 
 
-def draft_config(config: Config, text_config: Any) -> DraftConfig:
-    """The draft's sizes: its JSON file or the target's shape, with the settings that override.
-
-    Raises ValueError naming the setting that does not fit the target.
-    """
-    settings = config.model
-    size = settings.draft_vocab_size
-    if size is not None:
-        check_vocab_sizes(vocab_size=text_config.vocab_size, draft_vocab_size=size)
-    if settings.draft_config is None:
-        draft = _shaped_like(text_config, size or text_config.vocab_size)
-    else:
-        draft = DraftConfig.from_json(settings.draft_config)
-        for key, found, wanted in (
-            ("vocab_size", draft.vocab_size, text_config.vocab_size),
-            ("target_hidden_size", draft.target_hidden_size, text_config.hidden_size),
-        ):
-            if found != wanted:
-                raise ConfigError(
-                    f"draft_config {settings.draft_config}: {key} = {found}, but target "
-                    f"{settings.target} has {wanted}"
-                )
-        if size is not None:
-            draft = dataclasses.replace(draft, draft_vocab_size=size)
-    chosen = settings.aux_layers
-    if chosen is not None and draft.aux_layers not in (None, chosen):
-        raise ConfigError(
-            f"aux_layers = {list(chosen)} contradicts draft_config {settings.draft_config}, "
-            f"which has {list(draft.aux_layers or ())}"
-        )
-    layers = chosen or draft.aux_layers
-    used = resolve_aux_layers(text_config.num_hidden_layers, layers)
-    if layers is not None:
-        return dataclasses.replace(draft, aux_layers=used, num_aux_layers=len(used))
-    if draft.num_aux_layers != len(used):
-        raise ConfigError(
-            f"draft_config {settings.draft_config}: num_aux_layers = {draft.num_aux_layers}, but "
-            f"aux_layers is not set and the default is {list(used)}"
-        )
-    return draft
-
-
-def _shaped_like(text: Any, draft_vocab_size: int) -> DraftConfig:
-    """One decoder layer with the target's own shape."""
-    heads = text.num_attention_heads
-    return DraftConfig(
-        hidden_size=text.hidden_size,
-        intermediate_size=text.intermediate_size,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        vocab_size=text.vocab_size,
-        draft_vocab_size=draft_vocab_size,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        target_hidden_size=text.hidden_size,
-        max_position_embeddings=text.max_position_embeddings,
-        rms_norm_eps=text.rms_norm_eps,
-        rope_parameters=dict(text.rope_parameters),
-        bos_token_id=text.bos_token_id,
-        eos_token_id=text.eos_token_id,
-        pad_token_id=text.pad_token_id,
-    )
-
-
 def data_files(config: Config, paths: Sequence[str] | None = None) -> list[str]:
     """`paths` or, without any, train_data; ConfigError when there is none or one is missing."""
     files = list(paths or config.data.train_data)
@@ -144,6 +80,15 @@ def data_files(config: Config, paths: Sequence[str] | None = None) -> list[str]:
         if not Path(file).is_file():
             raise ConfigError(f"data file {file}: no such file")
     return files
+
+
+def mask_options(config: Config) -> MaskOptions:
+    """Which of the assistant's text carries loss."""
+    return MaskOptions(
+        turns=config.data.supervise_turns,
+        reasoning=config.data.supervise_reasoning,
+        tool_calls=config.data.supervise_tool_calls,
+    )
 
 
 def prepare_data(
@@ -165,11 +110,7 @@ def prepare_data(
             tokenizer,
             cache_dir=config.cache_dir,
             max_length=config.data.max_length,
-            masks=MaskOptions(
-                turns=config.data.supervise_turns,
-                reasoning=config.data.supervise_reasoning,
-                tool_calls=config.data.supervise_tool_calls,
-            ),
+            masks=mask_options(config),
             max_bad_fraction=config.data.max_bad_fraction,
             progress=world.is_main,
         )

@@ -16,6 +16,8 @@ from specforge_trim.distributed import World
 from specforge_trim.export import export_draft, load_draft
 from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.model.draft_config import DraftConfig
+from specforge_trim.model.prune import prune_vocab
+from specforge_trim.model_card import update_acceptance
 from specforge_trim.pipeline import Target, prepare_data
 from specforge_trim.target.hf import HFTarget, load_embedding_and_head, target_fingerprint
 from specforge_trim.train import checkpoint as checkpoints
@@ -43,9 +45,22 @@ def load_trained(config: Config, target: Target) -> tuple[Eagle3Draft, checkpoin
     return model, found
 
 
-def export_trained(config: Config, target: Target, out: Path | None = None) -> Path:
-    """Writes the newest checkpoint as a serving folder, by default output_dir/export."""
+def export_trained(
+    config: Config,
+    target: Target,
+    out: Path | None = None,
+    *,
+    layout: str = "native",
+    dtype: torch.dtype | None = None,
+    prune_counts: tuple[Tensor, int] | None = None,
+) -> Path:
+    """Writes the newest checkpoint as a serving folder, by default output_dir/export.
+
+    prune_counts: token counts [V] and the size of the draft vocabulary to keep.
+    """
     model, found = load_trained(config, target)
+    if prune_counts is not None:
+        model = prune_vocab(model, prune_counts[0], size=prune_counts[1])
     training = {"step": found.step, "identity": found.meta["identity"]}
     training |= dict(found.meta["provenance"])
     return export_draft(
@@ -53,6 +68,9 @@ def export_trained(config: Config, target: Target, out: Path | None = None) -> P
         out or config.output_dir / "export",
         target_config=target.text_config,
         training=training,
+        layout=layout,
+        dtype=dtype,
+        target_name=config.model.target,
     )
 
 
@@ -79,7 +97,8 @@ def evaluate_drafts(
     The report also goes to output_dir/evaluation.json.
     """
     prompts = held_out_prompts(config, target, world)
-    draft = load_draft(draft_dir or config.output_dir / "export", dtype=torch.float32)
+    folder = draft_dir or config.output_dir / "export"
+    draft = load_draft(folder, dtype=torch.float32)
     untrained = _untrained_like(config, target, draft)
     model = HFTarget.load(
         target.path,
@@ -101,6 +120,8 @@ def evaluate_drafts(
     config.output_dir.mkdir(parents=True, exist_ok=True)
     text = json.dumps(report.to_dict(), indent=1)
     (config.output_dir / "evaluation.json").write_text(text + "\n", encoding="utf-8")
+    if draft_dir is None:  # a run's own export; another's folder stays as it is
+        update_acceptance(folder, report.to_dict())
     return report
 
 

@@ -106,7 +106,7 @@ def exported(tmp_path, model=None, **target):
 def test_exact_tensors_shapes_and_dtypes(tmp_path):
     model = draft()
     out, _ = exported(tmp_path, model)
-    assert {p.name for p in out.iterdir()} == {"model.safetensors", "config.json"}
+    assert {p.name for p in out.iterdir()} == {"model.safetensors", "config.json", "README.md"}
     # Readable by a server that runs as another user.
     assert (out / "model.safetensors").stat().st_mode & 0o044 == 0o044
     tensors = load_file(out / "model.safetensors")
@@ -254,7 +254,11 @@ def test_a_second_export_replaces_the_first_as_a_whole(tmp_path):
     with torch.no_grad():
         model.norm.weight.fill_(3.0)
     assert export_draft(model, out, target_config=target) == out
-    assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in out.iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    ]
     assert bool((load_draft(out).norm.weight == 3).all())
     assert [p.name for p in tmp_path.iterdir()] == ["o"]  # no temporary folder stays
 

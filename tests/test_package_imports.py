@@ -34,15 +34,15 @@ MAY_IMPORT = {
     "objective": SIDE | {"attention", "target"},
     "row_sparse": SIDE | {"attention"},
     "train": SIDE | {"attention", "model", "objective", "data", "target"},
-    "export": SIDE | {"attention", "model", "objective", "data", "target"},
+    "model_card": {"model"},
+    "export": SIDE | {"attention", "model", "objective", "data", "target", "model_card"},
     "decode_report": {"summary"},
     "decode": SIDE | {"decode_report", "attention", "model", "data", "target", "export"},
 }
 # Entry points: they may import everything, and nothing imports them.
 ENTRY_POINTS = {
-    "cli", "running", "quickstart", "feature_sources", "first_draft", "pipeline", "regeneration",
-    "results",
-    "__main__",
+    "cli", "draft_commands", "draft_setup", "dry_run", "running", "quickstart", "feature_sources",
+    "first_draft", "pipeline", "regeneration", "results", "__main__",
 }  # fmt: skip
 OPTIONAL = {"flash_attn", "yunchang", "triton", "wandb", "tensorboard", "gguf", "accelerate"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from oracle import OracleDocument, OracleModel
@@ -53,8 +54,9 @@ def make_case(
     eagle31: bool = False,
     layers: int = 1,
     seed: int = 0,
+    changes: dict[str, Any] | None = None,
 ) -> Case:
-    """One document per mask; head_dim * heads need not equal width."""
+    """One document per mask; head_dim * heads need not equal width. changes: config fields."""
     gen = torch.Generator().manual_seed(seed)
     config = DraftConfig(
         hidden_size=width,
@@ -66,11 +68,14 @@ def make_case(
         vocab_size=vocab,
         draft_vocab_size=draft_vocab,
         target_hidden_size=width,
-        max_position_embeddings=256,
-        rms_norm_eps=EPS,
-        rope_parameters={"rope_type": "default", "rope_theta": THETA},
-        fc_norm=eagle31,
-        norm_output=eagle31,
+        **{
+            "max_position_embeddings": 256,
+            "rms_norm_eps": EPS,
+            "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
+            "fc_norm": eagle31,
+            "norm_output": eagle31,
+            **(changes or {}),
+        },
     )
     model = Eagle3Draft(config).double()
     with torch.no_grad():
@@ -87,16 +92,18 @@ def make_case(
     t2d[kept] = True
     model.set_vocab(kept - torch.arange(draft_vocab), t2d)
     head = torch.randn(vocab, width, generator=gen, dtype=torch.float64) * 0.5
-    docs = [
-        OracleDocument(
-            ids=torch.randint(vocab, (len(mask),), generator=gen).tolist(),
-            row_mask=list(mask[:-1]) + [0],  # the last position has no teacher
-            aux=torch.randn(len(mask), 3 * width, generator=gen, dtype=torch.float64),
-            last=torch.randn(len(mask), width, generator=gen, dtype=torch.float64),
-        )
-        for mask in masks
-    ]
+    docs = [_document(mask, config, gen) for mask in masks]
     return Case(model, docs, head, steps)
+
+
+def _document(mask: list[int], config: DraftConfig, gen: torch.Generator) -> OracleDocument:
+    length, width = len(mask), config.hidden_size
+    return OracleDocument(
+        ids=torch.randint(config.vocab_size, (length,), generator=gen).tolist(),
+        row_mask=list(mask[:-1]) + [0],  # the last position has no teacher
+        aux=torch.randn(length, config.num_aux_layers * width, generator=gen, dtype=torch.float64),
+        last=torch.randn(length, width, generator=gen, dtype=torch.float64),
+    )
 
 
 def oracle_model(case: Case) -> OracleModel:

@@ -22,11 +22,16 @@ from .layers import RMSNorm, Rotary, linear, rotate
 class _Attention(nn.Module):
     def __init__(self, config: DraftConfig, *, width: int) -> None:
         super().__init__()
-        h = config.head_dim
-        self.q_proj = nn.Linear(width, config.num_attention_heads * h, bias=False)
-        self.k_proj = nn.Linear(width, config.num_key_value_heads * h, bias=False)
-        self.v_proj = nn.Linear(width, config.num_key_value_heads * h, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * h, config.hidden_size, bias=False)
+        h, bias = config.head_dim, config.attention_bias
+        self.q_proj = nn.Linear(width, config.num_attention_heads * h, bias=bias)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * h, bias=bias)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * h, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * h, config.hidden_size, bias=bias)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(h, eps=config.rms_norm_eps)
+            self.k_norm = RMSNorm(h, eps=config.rms_norm_eps)
 
 
 class _MLP(nn.Module):
@@ -45,6 +50,7 @@ class DraftLayer(nn.Module):
         super().__init__()
         d, eps = config.hidden_size, config.rms_norm_eps
         self.is_first, self._head_dim = is_first, config.head_dim
+        self._normed_residual = is_first and config.norm_before_residual
         self.input_layernorm = RMSNorm(d, eps=eps)
         if is_first:
             self.hidden_norm = RMSNorm(d, eps=eps)
@@ -60,21 +66,28 @@ class DraftLayer(nn.Module):
         embedding = self.input_layernorm(embedding_RD.to(hidden_RD.dtype))
         return torch.cat((embedding, self.hidden_norm(hidden_RD)), dim=-1)
 
-    def _heads(self, z: Tensor, projection: nn.Linear) -> Tensor:
-        return linear(z, projection.weight).unflatten(-1, (-1, self._head_dim))
+    def _heads(self, z: Tensor, projection: nn.Linear, norm: RMSNorm | None) -> Tensor:
+        x = linear(z, projection.weight, projection.bias).unflatten(-1, (-1, self._head_dim))
+        return x if norm is None else norm(x)
 
     def query(self, z: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """q [R, N, H], rotated."""
-        return rotate(self._heads(z, self.self_attn.q_proj), cos, sin)
+        """q [R, N, H], normed with qk_norm, rotated."""
+        return rotate(self._heads(z, self.self_attn.q_proj, self.self_attn.q_norm), cos, sin)
 
     def key_value(self, z: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """k (rotated) and v [R, M, H]."""
-        k = rotate(self._heads(z, self.self_attn.k_proj), cos, sin)
-        return k, self._heads(z, self.self_attn.v_proj)
+        """k (normed with qk_norm, rotated) and v [R, M, H]."""
+        k = rotate(self._heads(z, self.self_attn.k_proj, self.self_attn.k_norm), cos, sin)
+        return k, self._heads(z, self.self_attn.v_proj, None)
 
     def finish(self, hidden_RD: Tensor, attention_RNH: Tensor) -> Tensor:
-        """The layer's output [R, D]: o projection onto the un-normed hidden, then the MLP."""
-        residual = hidden_RD + linear(attention_RNH.flatten(1), self.self_attn.o_proj.weight)
+        """The layer's output [R, D]: o projection onto the residual, then the MLP.
+
+        The residual is the un-normed hidden; hidden_norm of it with norm_before_residual.
+        """
+        o_proj = self.self_attn.o_proj
+        if self._normed_residual:
+            hidden_RD = self.hidden_norm(hidden_RD)
+        residual = hidden_RD + linear(attention_RNH.flatten(1), o_proj.weight, o_proj.bias)
         y = self.post_attention_layernorm(residual)
         gate = F.silu(linear(y, self.mlp.gate_proj.weight))
         up = linear(y, self.mlp.up_proj.weight)
@@ -107,6 +120,9 @@ class Eagle3Draft(nn.Module):
             self.fc_norm = nn.ModuleList(
                 RMSNorm(dt, eps=config.rms_norm_eps) for _ in range(config.num_aux_layers)
             )
+        self.input_norm: RMSNorm | None = None
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(config.num_aux_layers * dt, eps=config.rms_norm_eps)
         self.midlayer = DraftLayer(config, is_first=True)
         if config.num_hidden_layers > 1:
             self.layers = nn.ModuleDict(
@@ -128,10 +144,13 @@ class Eagle3Draft(nn.Module):
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
         self._has_vocab = False
         if config.draft_vocab_size == config.vocab_size:
-            self.set_vocab(self.d2t, torch.ones(config.vocab_size, dtype=torch.bool))
+            self.t2d.fill_(True)
+            self._has_vocab = True
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2 and not name.startswith("embed_tokens"):
                 nn.init.normal_(parameter, std=0.02)
+            elif name.endswith(".bias"):
+                nn.init.zeros_(parameter)
 
     @property
     def stack(self) -> tuple[DraftLayer, ...]:
@@ -195,10 +214,13 @@ class Eagle3Draft(nn.Module):
     # --- the pieces that the stages and the decoder need ----------------------------------
 
     def project_aux(self, aux_TA: Tensor) -> Tensor:
-        """g^0 [T, D] = fc(aux), aux [T, A*Dt]; with fc_norm each aux layer is normed first."""
+        """g^0 [T, D] = fc(aux), aux [T, A*Dt]; with fc_norm each aux layer is normed first,
+        with norm_before_fc all of them together."""
         if self.fc_norm is not None:
             parts = aux_TA.chunk(self.config.num_aux_layers, dim=-1)
             aux_TA = torch.cat([n(p) for n, p in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        elif self.input_norm is not None:
+            aux_TA = self.input_norm(aux_TA)
         return linear(aux_TA, self.fc.weight)
 
     def embed(self, ids: Tensor) -> Tensor:

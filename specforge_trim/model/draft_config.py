@@ -12,23 +12,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .rope import flat_rope, merged_rope
+
 if TYPE_CHECKING:
     from ..plan.cost import DraftDims
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+# vLLM's class for drafts with q/k norm; SGLang and TensorRT-LLM have none.
+QK_NORM_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
 
-# Keys that only restate others or that a draft of this kind has one value for: accepted when
-# they agree, refused when they do not, and written on export.
+# Keys that a draft of this kind has one value for: accepted when they agree, refused when they
+# do not, and written on export.
 _FIXED: dict[str, Any] = {
-    "architectures": [ARCHITECTURE],
-    "model_type": "llama",
     "hidden_act": "silu",
-    "attention_bias": False,
     "mlp_bias": False,
     "tie_word_embeddings": False,
-    "norm_before_residual": False,
-    "norm_before_fc": False,
 }
+SWITCHES = (
+    "attention_bias",
+    "qk_norm",
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+)
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -37,7 +44,14 @@ class DraftConfig:
     """Sizes and switches of an EAGLE-3 draft.
 
     `aux_layers` are Hugging Face numbers (k = the output after k layers); None = the default
-    three of the target. `fc_norm` and `norm_output` together are EAGLE-3.1.
+    three of the target. The switches, and who reads them besides this package:
+
+        fc_norm, norm_output    EAGLE-3.1 when both are on: an RMSNorm per aux layer before fc;
+                                the fed-back state is the final norm's output   all engines
+        norm_before_residual    the residual of attention is hidden_norm(g)     vLLM
+        norm_before_fc          one RMSNorm over all aux layers before fc       vLLM
+        attention_bias          biases on q, k, v and o                         vLLM
+        qk_norm                 RMSNorm over each query and key head            vLLM
     """
 
     hidden_size: int
@@ -58,6 +72,10 @@ class DraftConfig:
     aux_layers: tuple[int, ...] | None = None
     fc_norm: bool = False
     norm_output: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    attention_bias: bool = False
+    qk_norm: bool = False
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
@@ -86,6 +104,10 @@ class DraftConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim}: rotary positions need an even number")
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError(
+                "fc_norm and norm_before_fc both norm what fc reads; set one of them to false"
+            )
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype={self.dtype!r}: expected one of {', '.join(_DTYPES)}")
         if self.aux_layers is not None and len(self.aux_layers) != self.num_aux_layers:
@@ -96,21 +118,31 @@ class DraftConfig:
 
     def _check_types(self) -> None:
         """What JSON may hold but the model cannot use."""
-        for name in ("fc_norm", "norm_output"):
+        for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected true or false")
-        rope = self.rope_parameters
-        if not isinstance(rope, dict):
-            raise ValueError(f"rope_parameters={rope!r}: expected an object")
-        theta = rope.get("rope_theta", 10000.0)
-        for name, value in (("rms_norm_eps", self.rms_norm_eps), ("rope_theta", theta)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ValueError(f"{name}={value!r}: expected a number above 0")
+        object.__setattr__(self, "rope_parameters", flat_rope(self.rope_parameters))
+        eps = self.rms_norm_eps
+        if isinstance(eps, bool) or not isinstance(eps, int | float) or not eps > 0:
+            raise ValueError(f"rms_norm_eps={eps!r}: expected a number above 0")
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
             ids = value if isinstance(value, list) else [] if value is None else [value]
             if not all(_is_id(x) for x in ids):
                 raise ValueError(f"{name}={value!r}: expected a token id, or a list of them")
+
+    @classmethod
+    def known_keys(cls) -> set[str]:
+        """Every key that a `config.json` may hold, in any spelling."""
+        own = {field.name for field in dataclasses.fields(cls)}
+        return (
+            own
+            | set(_FIXED)
+            | set(
+                "architectures model_type rope_theta rope_scaling partial_rotary_factor "
+                "torch_dtype eagle_config eagle_aux_hidden_state_layer_ids".split()
+            )
+        )
 
     @property
     def dims(self) -> DraftDims:
@@ -126,7 +158,7 @@ class DraftConfig:
             draft_vocab=self.draft_vocab_size,
             aux_width=self.num_aux_layers * self.target_hidden_size,
             layers=self.num_hidden_layers,
-            fc_norm=self.fc_norm,
+            fc_norm=self.fc_norm or self.norm_before_fc,
         )
 
     @classmethod
@@ -148,6 +180,12 @@ class DraftConfig:
         except ValueError as error:
             raise ValueError(f"draft config {path}: {error}") from None
 
+    @property
+    def vllm_only(self) -> tuple[str, ...]:
+        """The settings in force that vLLM alone reads; such a draft is wrong elsewhere."""
+        only = ("qk_norm", "attention_bias", "norm_before_residual", "norm_before_fc")
+        return tuple(name for name in only if getattr(self, name))
+
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> DraftConfig:
         """Build from the keys of a `config.json`, older and newer spellings alike."""
@@ -156,7 +194,10 @@ class DraftConfig:
             value = raw.pop(key, expected)
             if value != expected:
                 raise ValueError(f"{key}={value!r} is not supported; expected {expected!r}")
-        values: dict[str, Any] = {"rope_parameters": _pop_rope(raw)}
+        values: dict[str, Any] = {
+            "qk_norm": _pop_kind(raw),
+            "rope_parameters": _pop_rope(raw),
+        }
         legacy_dtype = raw.pop("torch_dtype", None)
         values["dtype"] = raw.pop("dtype", legacy_dtype or "bfloat16")
         if legacy_dtype is not None and legacy_dtype != values["dtype"]:
@@ -187,9 +228,15 @@ class DraftConfig:
         rope = dict(self.rope_parameters)
         scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
         is_plain = scaling.get("rope_type", "default") == "default"
-        out = dict(_FIXED)
-        # norm_before_fc stays unwritten: readers that do not know the key reject or ignore it.
-        out.pop("norm_before_fc")
+        out: dict[str, Any] = {
+            "architectures": [QK_NORM_ARCHITECTURE if self.qk_norm else ARCHITECTURE],
+            "model_type": "qwen3" if self.qk_norm else "llama",
+            **_FIXED,
+            "attention_bias": self.attention_bias,
+            "norm_before_residual": self.norm_before_residual,
+        }
+        if self.norm_before_fc:  # else unwritten: readers that do not know the key reject it
+            out["norm_before_fc"] = True
         for name in (
             "hidden_size intermediate_size num_hidden_layers num_attention_heads "
             "num_key_value_heads head_dim rms_norm_eps max_position_embeddings "
@@ -200,6 +247,8 @@ class DraftConfig:
         out["rope_theta"] = rope.get("rope_theta", 10000.0)
         out["rope_scaling"] = None if is_plain else scaling
         out["rope_parameters"] = rope
+        if "partial_rotary_factor" in rope:  # SGLang looks for it here
+            out["partial_rotary_factor"] = rope["partial_rotary_factor"]
         out["torch_dtype"] = out["dtype"] = self.dtype
         eagle: dict[str, Any] = {"use_aux_hidden_state": True}
         if self.aux_layers is not None:
@@ -224,22 +273,49 @@ def _pop_object(raw: dict[str, Any], key: str) -> dict[str, Any]:
     return dict(value)
 
 
+def _pop_kind(raw: dict[str, Any]) -> bool:
+    """Removes architectures, model_type and qk_norm; whether they say q/k norm."""
+    architectures = raw.pop("architectures", None)
+    model_type = raw.pop("model_type", None)
+    kinds = {
+        (None, None): None,
+        ("llama", ARCHITECTURE): False,
+        ("llama", None): False,
+        (None, ARCHITECTURE): False,
+        ("qwen3", QK_NORM_ARCHITECTURE): True,
+        ("qwen3", None): True,
+        (None, QK_NORM_ARCHITECTURE): True,
+    }
+    is_list = isinstance(architectures, list) and len(architectures) == 1
+    name = architectures[0] if is_list else architectures
+    if not all(isinstance(x, str | None) for x in (model_type, name)) or (
+        (model_type, name) not in kinds
+    ):
+        raise ValueError(
+            f"architectures={architectures!r} with model_type={model_type!r} is not supported; "
+            f"expected [{ARCHITECTURE!r}] with 'llama', or [{QK_NORM_ARCHITECTURE!r}] with 'qwen3'"
+        )
+    kind = kinds[model_type, name]
+    asked = raw.pop("qk_norm", kind or False)
+    if kind is not None and asked != kind:
+        raise ValueError(f"qk_norm={asked!r} contradicts architectures={architectures!r}")
+    return asked
+
+
 def _pop_rope(raw: dict[str, Any]) -> dict[str, Any]:
-    """Merge rope_parameters, rope_theta and rope_scaling into one dictionary."""
-    rope = _pop_object(raw, "rope_parameters")
-    theta = raw.pop("rope_theta", None)
-    scaling = _pop_object(raw, "rope_scaling")
-    if "type" in scaling and "rope_type" not in scaling:
-        scaling = {**scaling, "rope_type": scaling["type"]}
-    for key, value in {**scaling, **({} if theta is None else {"rope_theta": theta})}.items():
-        if key == "type":
-            continue
-        if key in rope and rope[key] != value:
-            raise ValueError(f"rope_parameters[{key!r}]={rope[key]!r} contradicts older {value!r}")
-        rope.setdefault(key, value)
-    rope.setdefault("rope_type", "default")
-    rope.setdefault("rope_theta", 10000.0)
-    return rope
+    """Removes the rotary keys, current and legacy; one flat dictionary."""
+    partial = raw.pop("partial_rotary_factor", None)
+    rope = merged_rope(
+        _pop_object(raw, "rope_parameters"),
+        rope_scaling=_pop_object(raw, "rope_scaling"),
+        rope_theta=raw.pop("rope_theta", None),
+    )
+    if partial not in (None, 1) and rope.setdefault("partial_rotary_factor", partial) != partial:
+        raise ValueError(
+            f"partial_rotary_factor={partial!r} contradicts rope_parameters "
+            f"{rope['partial_rotary_factor']!r}"
+        )
+    return flat_rope(rope)
 
 
 def _pop_aux_layers(raw: dict[str, Any]) -> tuple[int, ...] | None:

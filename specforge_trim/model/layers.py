@@ -11,19 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .rope import rope_frequencies
+
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     """The dtype that softmax, norms and losses run in: fp64 stays fp64, all else is fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T in x's dtype; the weight's gradient returns in the weight's own dtype.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias in x's dtype; gradients return in the parameters' own dtype.
 
     Weights are fp32 masters. Casting where they are used, rather than once for all steps, makes
     every step's gradient add up in fp32.
     """
-    return F.linear(x, weight.to(x.dtype))
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 class RMSNorm(nn.Module):
@@ -43,41 +45,6 @@ class RMSNorm(nn.Module):
         return normed.to(x.dtype) * self.weight.to(x.dtype)
 
 
-def rope_frequencies(
-    rope_parameters: dict[str, Any], *, head_dim: int, max_position_embeddings: int
-) -> tuple[Tensor, float]:
-    """Inverse frequencies [H/2] in fp64 and the scale applied to cos and sin.
-
-    Plain positions are computed here in fp64, so that a double-precision model is exact; scaled
-    ones come from transformers' own functions (fp32).
-
-    Raises:
-        ValueError: an unknown type, or one whose table depends on the sequence length.
-    """
-    kind = rope_parameters.get("rope_type", "default")
-    theta = float(rope_parameters.get("rope_theta", 10000.0))
-    if kind == "default":
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-        return theta**-exponent, 1.0
-    if kind not in ("linear", "llama3", "yarn"):
-        raise ValueError(
-            f"rope_parameters: rope_type={kind!r} is not supported; "
-            "expected default, linear, llama3 or yarn"
-        )
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    config = LlamaConfig(
-        hidden_size=head_dim,
-        num_attention_heads=1,
-        head_dim=head_dim,
-        max_position_embeddings=max_position_embeddings,
-        rope_parameters=dict(rope_parameters),
-    )
-    inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    return inv_freq.double(), float(scale)
-
-
 class Rotary(nn.Module):
     """Rotate-half rotary positions, computed for the positions asked: no table can end early."""
 
@@ -93,7 +60,8 @@ class Rotary(nn.Module):
         self._on: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [R, 1, H/2] at integer `positions` [R], in at least fp32."""
+        """cos and sin [R, 1, h/2] at integer `positions` [R], in at least fp32; h <= H rotated
+        dimensions."""
         work = at_least_fp32(dtype)
         key = (positions.device, work)
         if key not in self._on:
@@ -103,7 +71,13 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions to x [R, N, H]: halves (a, b) -> (a cos - b sin, b cos + a sin)."""
+    """Apply rotary positions to x [R, N, H]: halves (a, b) -> (a cos - b sin, b cos + a sin).
+
+    With cos and sin of fewer than H/2 columns the dimensions behind the first h stay as they are.
+    """
+    width = 2 * cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
     a, b = x.chunk(2, dim=-1)
     if x.dtype != cos.dtype:
         a, b = a.to(cos.dtype), b.to(cos.dtype)

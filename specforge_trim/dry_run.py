@@ -1,0 +1,257 @@
+"""What a run would do, from configuration files alone: no weights are read, nothing is written.
+
+Sizes, parameters and memory come from the draft's and the target's configuration; where the
+target's cannot be reached, from draft_config. Kept work and steps come from data that
+`specforge-trim prepare` has made; without it they are left open.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specforge_trim.config import Config
+from specforge_trim.draft_commands import read_target_config
+from specforge_trim.draft_setup import draft_config, sized_draft
+from specforge_trim.model.draft import Eagle3Draft
+from specforge_trim.model.draft_config import DraftConfig
+from specforge_trim.plan.memory import DEFAULT_ROW_MEMORY_MB, chunk_rows_for
+from specforge_trim.summary import table
+from specforge_trim.target.embedded import EMBEDDED_TARGETS
+
+MB = 1 << 20
+_ITEM = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class DraftSize:
+    """Parameters of a draft, counted on the meta device.
+
+    by_part: name of the part -> parameters; frozen: the target's embedding rows.
+    """
+
+    by_part: dict[str, int]
+    frozen: int
+
+    @property
+    def trained(self) -> int:
+        return sum(self.by_part.values())
+
+
+def draft_size(config: DraftConfig) -> DraftSize:
+    """Count the parameters of a draft without allocating them."""
+    with torch.device("meta"):
+        model = Eagle3Draft(config)
+    parts = {"fc": 0, "attention": 0, "MLP": 0, "head": 0, "norms": 0}
+    frozen = 0
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            frozen += parameter.numel()
+            continue
+        part = next(
+            (
+                part
+                for part, mark in (
+                    ("norms", "norm"), ("attention", "self_attn"), ("MLP", "mlp"), ("fc", "fc."),
+                    ("head", "lm_head"),
+                )
+                if mark in name
+            ),
+            "norms",
+        )  # fmt: skip
+        parts[part] += parameter.numel()
+    return DraftSize(parts, frozen)
+
+
+def training_memory(config: Config, draft: DraftConfig, *, device: str) -> dict[str, int]:
+    """Bytes on one device by what they hold, for one micro-batch of tokens_per_batch tokens."""
+    size, item = draft_size(draft), _ITEM[config.train.dtype]
+    width = 2 * draft.num_key_value_heads * draft.head_dim
+    rows = config.attention.row_memory_mb or DEFAULT_ROW_MEMORY_MB[device]
+    context = config.data.tokens_per_batch * draft.num_hidden_layers * width
+    aux = config.attention.context_chunk_tokens * draft.num_aux_layers * draft.target_hidden_size
+    return {
+        "weights, gradients, Adam (fp32)": 16 * size.trained,
+        "target's embedding (fp32)": 4 * size.frozen,
+        "target's head": item * draft.vocab_size * draft.target_hidden_size,
+        "context keys, values, gradients": context * (item + 4),
+        "one chunk of features": 2 * item * aux,
+        "one row chunk": rows * MB,
+    }
+
+
+def plan_of_run(config: Config, *, world_size: int) -> str:
+    """The plan as text. Raises ValueError for settings that cannot work."""
+    text, note = _target_text(config)
+    if text is None:
+        draft, source = sized_draft(config, None)
+    else:
+        draft, source = draft_config(config, text), note
+    device = config.train.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    lines = ["plan of the run (nothing is loaded, nothing is written)", ""]
+    rows = [
+        ("target", config.model.target),
+        ("sizes from", source),
+        ("draft", _shape(draft)),
+        ("positions", f"rope {draft.rope_parameters['rope_type']}, theta "
+                      f"{draft.rope_parameters['rope_theta']:g}, "
+                      f"up to {draft.max_position_embeddings:,}"),
+        ("continues", config.model.init_from or "no, starts new"),
+        ("layers read", _layers(draft)),
+        ("steps", f"K = {config.loss.ttt_length}, {config.loss.loss_alignment}, "
+                  f"{config.loss.chain}"),
+        ("trimming", _trimming(config)),
+        ("ranks", f"{world_size} x {device}, {config.attention.attention_backend}"),
+    ]  # fmt: skip
+    width = max(len(name) for name, _ in rows)
+    lines += [f"{name:<{width}}  {value}" for name, value in rows]
+    if draft.vllm_only:
+        lines.append(f"note: {', '.join(draft.vllm_only)} is read by vLLM only")
+    lines += ["", *_parameter_table(draft_size(draft))]
+    memory = training_memory(config, draft, device=device)
+    cells = [(name, f"{value / MB:,.0f}") for name, value in memory.items()]
+    cells.append(("all, per rank", f"{sum(memory.values()) / MB:,.0f}"))
+    lines += ["", *table(("memory of training", "MB"), cells)]
+    item = draft.num_hidden_layers * 2 * draft.num_key_value_heads * draft.head_dim
+    item *= _ITEM[config.train.dtype] + 4
+    lines.append(f"a token of context takes {item / 1024:.1f} KB of it")
+    lines += ["", *_data_lines(config, draft, world_size)]
+    return "\n".join(lines)
+
+
+def _target_text(config: Config) -> tuple[Any | None, str]:
+    """The target's text config, or None where only the network has it and draft_config says."""
+    path = _local_target(config)
+    has_sizes = config.model.draft_config is not None or config.model.init_from is not None
+    try:
+        return read_target_config(path, local_only=has_sizes).get_text_config(), "the target"
+    except (OSError, ValueError):
+        if not has_sizes:
+            raise
+        return None, ""
+
+
+def _local_target(config: Config) -> str | Path:
+    """Where the target's files lie; an embedded one is not fetched for a plan."""
+    name = config.model.target
+    embedded = EMBEDDED_TARGETS.get(name.lower())
+    if embedded is None or Path(name).is_dir():
+        return name
+    return config.cache_dir / "targets" / f"{name.lower()}-{embedded.version}"
+
+
+def _shape(draft: DraftConfig) -> str:
+    version = "EAGLE-3.1" if draft.fc_norm and draft.norm_output else "EAGLE-3"
+    layers = "" if draft.num_hidden_layers == 1 else f"{draft.num_hidden_layers} layers, "
+    return (
+        f"{version}, {layers}width {draft.hidden_size}, MLP {draft.intermediate_size}, "
+        f"{draft.num_attention_heads}/{draft.num_key_value_heads} heads of {draft.head_dim}, "
+        f"vocabulary {draft.draft_vocab_size:,} of {draft.vocab_size:,}"
+    )
+
+
+def _layers(draft: DraftConfig) -> str:
+    if draft.aux_layers is None:
+        return "2, n//2, n-3 of the target's n"
+    return ", ".join(map(str, draft.aux_layers))
+
+
+def _trimming(config: Config) -> str:
+    trim = config.trim
+    if not trim.trim_loss_positions:
+        return "off: every row, every position"
+    if not trim.trim_backbone_rows:
+        return "loss positions only: every row runs the draft"
+    return f"loss positions and rows (up to density {config.max_density:g})"
+
+
+def _parameter_table(size: DraftSize) -> list[str]:
+    cells = [(name, f"{count / 1e6:,.2f}") for name, count in size.by_part.items()]
+    cells.append(("trained", f"{size.trained / 1e6:,.2f}"))
+    cells.append(("frozen: target's embedding", f"{size.frozen / 1e6:,.2f}"))
+    return table(("parameters", "millions"), cells)
+
+
+def _data_lines(config: Config, draft: DraftConfig, world_size: int) -> list[str]:
+    """Steps and kept work of prepared data; else what would tell them."""
+    data = _prepared(config)
+    per_token = draft.num_aux_layers * draft.target_hidden_size * 2
+    lines = [f"features on disk: {per_token / 1024:.1f} KB per token"]
+    rows = _chunk_rows(config, draft)
+    lines.append(f"kept rows per chunk: {rows:,}")
+    if data is None:
+        lines.append("kept work, steps: unknown until `specforge-trim prepare` has run")
+        return lines
+    from specforge_trim.data.inspect import document_stats
+
+    tokens = int(sum(int(n) for n in data.lengths))
+    step = max(1, len(data) // 200)
+    stats = [
+        document_stats(
+            data[i],
+            ttt_length=config.loss.ttt_length,
+            alignment=config.loss.loss_alignment,
+            chain=config.loss.chain,
+            dims=draft.dims,
+            max_density=config.max_density,
+        )
+        for i in range(0, len(data), step)
+    ]
+    costs = [item.cost for item in stats if item.cost is not None]
+    lines.append(f"data: {len(data):,} conversations, {tokens:,} tokens")
+    if costs:
+        total = sum(costs[1:], costs[0])
+        lines.append(
+            f"kept work with both trim flags: {total.fraction:.1%} of the full computation "
+            f"({len(stats)} conversations looked at)"
+        )
+    batches = math.ceil(tokens / config.data.tokens_per_batch)
+    steps = math.ceil(batches / (world_size * config.train.accumulate)) * config.train.epochs
+    lines.append(f"steps: about {steps:,}" + _cap(config))
+    return lines
+
+
+def _cap(config: Config) -> str:
+    return "" if config.train.max_steps is None else f", at most {config.train.max_steps:,}"
+
+
+def _chunk_rows(config: Config, draft: DraftConfig) -> int:
+    if config.attention.chunk_rows is not None:
+        return config.attention.chunk_rows
+    device = config.train.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    megabytes = config.attention.row_memory_mb or DEFAULT_ROW_MEMORY_MB[device]
+    return chunk_rows_for(
+        draft.dims,
+        config.loss.ttt_length,
+        itemsize=_ITEM[config.train.dtype],
+        budget=megabytes * MB,
+    )
+
+
+def _prepared(config: Config) -> Any | None:
+    """The prepared data of this configuration when it lies in the cache, else None."""
+    from transformers import AutoTokenizer
+
+    from specforge_trim.data.dataset import PreparedData, data_fingerprint
+    from specforge_trim.pipeline import mask_options
+
+    files = [Path(file) for file in config.data.train_data]
+    if not files or not all(file.is_file() for file in files):
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(_local_target(config), local_files_only=True)
+    except (OSError, ValueError):
+        return None
+    fingerprint = data_fingerprint(
+        files, tokenizer, max_length=config.data.max_length, masks=mask_options(config)
+    )
+    folder = config.cache_dir / "prepared" / fingerprint[:24]
+    return PreparedData.load(folder, files) if folder.exists() else None
