@@ -51,7 +51,6 @@ def test_sizes_are_the_drafts(place, layout):
 
 
 def test_contradictions_are_named(place, tmp_path):
-    text = tiny_config()
     native = str(place / "native")
     with pytest.raises(ConfigError, match="no such folder"):
         settings(place, init_from=str(tmp_path / "nowhere"))
