@@ -81,6 +81,15 @@ def test_hooks_are_removed(family):
     assert not any(layer._forward_hooks for layer in target.decoder.layers)
 
 
+def test_features_can_be_trained_on_as_they_are(family):
+    """Online training hands them to fc: inference tensors cannot be saved for its backward."""
+    target = HFTarget.load(family, dtype=torch.float32)
+    aux, _ = target.features(torch.tensor([5, 6, 7]))
+    fc = torch.nn.Linear(aux.shape[1], 2, bias=False, dtype=aux.dtype)
+    fc(aux).sum().backward()
+    assert bool(fc.weight.grad.any())
+
+
 def test_head_of_last_equals_the_real_logits(family):
     target = HFTarget.load(family, dtype=torch.float32)
     head = load_embedding_and_head(family)

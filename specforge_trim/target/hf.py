@@ -124,7 +124,8 @@ class HFTarget:
     def dtype(self) -> torch.dtype:
         return next(self.decoder.parameters()).dtype
 
-    @torch.inference_mode()
+    # Not inference_mode: training on its tensors as they are would fail in the backward.
+    @torch.no_grad()
     def features(self, input_ids: Tensor) -> TargetFeatures:
         """Run the decoder over one document of token ids int64 [L], L >= 1."""
         width = self.hidden_size
