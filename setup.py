@@ -26,7 +26,6 @@ setup(
     ],
     extras_require={
         "flash": ["flash-attn>=2.7"],
-        "sp": ["yunchang>=0.6.4"],
         "track": ["tensorboard>=2.17", "wandb>=0.18"],
         "dev": [
             "pytest>=8.0",

@@ -74,7 +74,9 @@ def train_command(argv: Sequence[str]) -> None:
     logger = logging.getLogger("specforge_trim")
     if arguments.config is None:
         logger.info("no --config: training the quickstart recipe, %s", RECIPE)
-    world = distributed.start(device=config.train.device)
+    world = distributed.start(
+        device=config.train.device, timeout_minutes=config.parallel.timeout_minutes
+    )
     summary = train_draft(config, world)
     logger.info("trained %d steps; state in %s", summary.steps, config.output_dir)
     if summary.skipped_steps:

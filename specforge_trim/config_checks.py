@@ -29,6 +29,7 @@ def check_pairs(config: Any) -> None:
             f"local_attention = {attention.local_attention!r} has no effect with "
             f"attention_backend = {attention.attention_backend!r}: it is what usp runs in a rank"
         )
+    _check_sequence(config)
     if "fa" in (attention.attention_backend, attention.local_attention):
         if importlib.util.find_spec("flash_attn") is None:
             raise ConfigError(
@@ -89,12 +90,78 @@ def _check_features(config: Any) -> None:
         )
 
 
+def _check_sequence(config: Any) -> None:
+    attention, parallel = config.attention, config.parallel
+    if attention.attention_backend != "usp":
+        for key, unset in (
+            ("sp_context", "gathered"), ("sp_ulysses", None), ("sp_ring", None),
+            ("sp_rows", "dealt"),
+        ):  # fmt: skip
+            value = getattr(parallel, key)
+            if value != unset:
+                raise ConfigError(
+                    f"{key} = {value!r} has no effect with attention_backend = "
+                    f"{attention.attention_backend!r}: add --attention-backend usp"
+                )
+    elif parallel.sp_context != "gathered" and attention.local_attention == "reference":
+        raise ConfigError(
+            f"sp_context = {parallel.sp_context!r} needs a backend that works in segments, and "
+            "local_attention is 'reference': use --local-attention sdpa or --sp-context gathered"
+        )
+
+
+def sequence_degrees(config: Any, world_size: int) -> tuple[int, int]:
+    """(ranks that split heads, ranks that split positions) of a shared sequence.
+
+    Raises ConfigError when the world cannot be cut so.
+    """
+    parallel = config.parallel
+    ulysses, ring = parallel.sp_ulysses, parallel.sp_ring
+    if parallel.sp_context == "ring":
+        ulysses = ulysses or 1
+        ring = ring or max(1, world_size // ulysses)
+    else:
+        ring = ring or 1
+        ulysses = ulysses or max(1, world_size // ring)
+    if world_size % (ulysses * ring):
+        raise ConfigError(
+            f"sp_ulysses = {ulysses} times sp_ring = {ring} does not divide the {world_size} "
+            "ranks of this run: lower one of them, or start a multiple of their product"
+        )
+    return ulysses, ring
+
+
 def check_world(config: Any, world_size: int) -> None:
     """Refuses settings that do not fit the number of ranks."""
-    if config.attention.attention_backend == "usp":
-        if world_size == 1:
-            raise ConfigError(
-                "attention_backend = 'usp' shards sequences over ranks and this run has one: "
-                "start it with torchrun --nproc_per_node 2 or use --attention-backend sdpa"
-            )
-        raise ConfigError("attention_backend = 'usp' is not available yet; use sdpa")
+    if config.attention.attention_backend != "usp":
+        return
+    if world_size == 1:
+        raise ConfigError(
+            "attention_backend = 'usp' shards sequences over ranks and this run has one: "
+            "start it with torchrun --nproc_per_node 2 or use --attention-backend sdpa"
+        )
+    ulysses, ring = sequence_degrees(config, world_size)
+    if ulysses * ring == 1:
+        raise ConfigError(
+            "attention_backend = 'usp' with sp_ulysses = 1 and sp_ring = 1 shares nothing: raise "
+            "one of them or use --attention-backend sdpa"
+        )
+
+
+def check_draft(config: Any, world_size: int, *, heads: int, kv_heads: int, layers: int) -> None:
+    """Refuses a split of context keys that the draft's shape does not allow."""
+    if config.attention.attention_backend != "usp" or config.parallel.sp_context == "gathered":
+        return
+    if world_size == 1:  # export and evaluation share no sequence
+        return
+    ulysses, _ = sequence_degrees(config, world_size)
+    if heads % ulysses or kv_heads % ulysses:
+        raise ConfigError(
+            f"sp_ulysses = {ulysses} splits heads, and the draft has {heads} heads and "
+            f"{kv_heads} key/value heads: choose a divisor of both, and --sp-ring for the rest"
+        )
+    if layers > 1:
+        raise ConfigError(
+            f"sp_context = {config.parallel.sp_context!r} works for drafts of one layer, this "
+            f"one has {layers}: use --sp-context gathered"
+        )

@@ -30,6 +30,11 @@ class PeerLost(RuntimeError):
     """Another rank, or the launcher of this one, is gone."""
 
 
+def lost_reason(error: RuntimeError) -> str:
+    """The first line of what a failed collective says; the rest is the library's own stack."""
+    return (str(error).strip() or "no reason given").splitlines()[0]
+
+
 @dataclass(frozen=True)
 class World:
     """This process among its peers."""
@@ -39,6 +44,7 @@ class World:
     device: torch.device
     group: dist.ProcessGroup | None = None  # None: a single process without collectives
     launcher: int | None = None  # process id of the torchrun that started this rank
+    timeout: datetime.timedelta = datetime.timedelta(minutes=30)  # of every collective
 
     @property
     def is_main(self) -> bool:
@@ -77,8 +83,9 @@ class World:
             try:
                 dist.all_reduce(values, op=op, group=self.group)
             except RuntimeError as error:
-                reason = str(error).strip().splitlines()[0]
-                raise PeerLost(f"contact with another rank was lost: {reason}") from error
+                raise PeerLost(
+                    f"rank {self.rank}: contact with another rank was lost: {lost_reason(error)}"
+                ) from error
         return values
 
     def together(self, work: Callable[[], T]) -> T:
@@ -136,12 +143,20 @@ def start(*, device: str = "auto", timeout_minutes: float = 30.0) -> World:
         place = torch.device("cpu")
     if "RANK" not in os.environ or size == 1:
         return World(rank=0, size=1, device=place, launcher=launcher)
+    timeout = datetime.timedelta(minutes=timeout_minutes)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        timeout=datetime.timedelta(minutes=timeout_minutes),
+        timeout=timeout,
         device_id=place if device == "cuda" else None,
     )
-    return World(rank=rank, size=size, device=place, group=dist.group.WORLD, launcher=launcher)
+    return World(
+        rank=rank,
+        size=size,
+        device=place,
+        group=dist.group.WORLD,
+        launcher=launcher,
+        timeout=timeout,
+    )
 
 
 def stop(world: World) -> None:

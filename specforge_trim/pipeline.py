@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from specforge_trim.config import Config, ConfigError
+from specforge_trim.config_checks import check_draft, sequence_degrees
 from specforge_trim.data.dataset import PreparedData, prepare
 from specforge_trim.data.peer_formats.folder import PeerData
 from specforge_trim.data.supervision import MaskOptions
@@ -62,7 +63,15 @@ def open_target(config: Config, world: World) -> Target:
         if isinstance(path, str):
             check_hub(path)
         text = AutoConfig.from_pretrained(path).get_text_config()
-        return Target(path, text, draft_config(config, text))
+        draft = draft_config(config, text)
+        check_draft(
+            config,
+            world.size,
+            heads=draft.num_attention_heads,
+            kv_heads=draft.num_key_value_heads,
+            layers=draft.num_hidden_layers,
+        )
+        return Target(path, text, draft)
 
     return world.together(settle)
 
@@ -158,6 +167,14 @@ def train_draft(config: Config, world: World) -> TrainSummary:
         )
 
 
+def _data_ranks(config: Config, world: World) -> int:
+    """Ranks, or groups of ranks, that train on different documents."""
+    if config.attention.attention_backend != "usp":
+        return world.size
+    ulysses, ring = sequence_degrees(config, world.size)
+    return world.size // (ulysses * ring)
+
+
 def run_identity(
     config: Config, target: Target, data: PreparedData | PeerData, model: Eagle3Draft, world: World
 ) -> dict[str, Any]:
@@ -172,7 +189,7 @@ def run_identity(
         "data": data.fingerprint,
         "feature_dtype": config.data.feature_dtype,
         "tokens_per_batch": config.data.tokens_per_batch,
-        "ranks x accumulate": world.size * config.train.accumulate,
+        "ranks x accumulate": _data_ranks(config, world) * config.train.accumulate,
         "seed": config.train.seed,
         **dataclasses.asdict(config.loss),
     }

@@ -12,7 +12,8 @@ import yaml
 
 from specforge_trim import config as cfg
 from specforge_trim import options
-from specforge_trim.config import Config, ConfigError, check_world, load_config
+from specforge_trim.config import Config, ConfigError, check_world, load_config, sequence_degrees
+from specforge_trim.config_checks import check_draft
 
 
 def load(*argv, default_file=None):
@@ -150,6 +151,42 @@ def test_config_fa_without_its_package_is_refused(monkeypatch):
 def test_config_usp_with_one_rank_is_refused():
     with pytest.raises(ConfigError, match="usp.*one.*nproc_per_node"):
         check_world(load("--attention-backend", "usp"), 1)
+
+
+@pytest.mark.parametrize(
+    ("argv", "world", "degrees"),
+    [
+        ([], 4, (4, 1)),
+        (["--sp-context", "ring"], 4, (1, 4)),
+        (["--sp-context", "ring", "--sp-ulysses", "2"], 4, (2, 2)),
+        (["--sp-context", "ulysses", "--sp-ring", "2"], 8, (4, 2)),
+        (["--sp-ulysses", "2"], 8, (2, 1)),  # four data parallel groups of two
+    ],
+)
+def test_config_degrees_of_a_shared_sequence(argv, world, degrees):
+    config = load("--attention-backend", "usp", *argv)
+    check_world(config, world)
+    assert sequence_degrees(config, world) == degrees
+
+
+def test_config_shared_sequences_that_cannot_be_are_refused():
+    """Catches: a setting without effect, a world that cannot be cut, heads that do not split."""
+    with pytest.raises(ConfigError, match="sp_ring = 2 has no effect.*--attention-backend usp"):
+        load("--sp-ring", "2")
+    usp = ("--attention-backend", "usp")
+    with pytest.raises(ConfigError, match="ring.*local_attention is 'reference'.*sdpa"):
+        load(*usp, "--local-attention", "reference", "--sp-context", "ring")
+    with pytest.raises(ConfigError, match="sp_ulysses = 3 times sp_ring = 1 does not divide"):
+        check_world(load(*usp, "--sp-ulysses", "3"), 4)
+    with pytest.raises(ConfigError, match="shares nothing"):
+        check_world(load(*usp, "--sp-ulysses", "1"), 4)
+    split = load(*usp, "--sp-context", "ulysses")
+    with pytest.raises(ConfigError, match="sp_ulysses = 4.*8 heads and 2 key/value heads"):
+        check_draft(split, 4, heads=8, kv_heads=2, layers=1)
+    with pytest.raises(ConfigError, match="one layer.*gathered"):
+        check_draft(split, 2, heads=8, kv_heads=2, layers=2)
+    check_draft(split, 2, heads=8, kv_heads=2, layers=1)
+    check_draft(load(*usp), 4, heads=8, kv_heads=2, layers=2)
 
 
 def test_config_guard_threshold_depends_on_the_backend():

@@ -77,6 +77,7 @@ def online_batch(target, documents):
         pack=pack,
         chunks=plan_chunks(pack, chunk_rows=1024),
         loss_weights=None,
+        shard=None,
         aux=lambda a, b: aux[a:b],
         teacher_hidden=last[pack.supervised + 1],
     )

@@ -152,6 +152,7 @@ def make_batch(
         pack=pack,
         chunks=plan_chunks(pack, chunk_rows=chunk_rows, group_gap=group_gap, max_group=max_group),
         loss_weights=loss_weights,
+        shard=None,
         aux=lambda a, b: aux[a:b],
         teacher_hidden=last[pack.supervised + 1],
     )

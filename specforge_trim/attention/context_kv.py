@@ -9,7 +9,7 @@ Letters: T tokens, R rows, N heads, M key/value heads, H head dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,15 +25,16 @@ from .merge import merge
 class ContextKV(Protocol):
     """One home of the context keys. `step` names the rows and their key segments."""
 
-    dk: Tensor
-    dv: Tensor
-
     def forward(self, q: Tensor, step: ChunkStep) -> tuple[Tensor, Tensor]:
         """o [R, N, H] and lse [R, N] over the context keys of q [R, N, H]."""
         ...
 
     def backward(self, do: Tensor, q: Tensor, o: Tensor, lse: Tensor, step: ChunkStep) -> Tensor:
-        """dq [R, N, H] of the context part from the merged o and lse; adds into dk and dv."""
+        """dq [R, N, H] of the context part from the merged o and lse; keeps dk and dv."""
+        ...
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """dk and dv [n, M, H] of all backwards so far, of the n tokens this process put in."""
         ...
 
 
@@ -81,20 +82,17 @@ def segment_parts(
         yield Part(start, segment.k_hi, causal=mask is None, mask=mask)
 
 
-class GatheredKV:
-    """All context keys in this process's memory, attended segment by segment.
+@dataclass(frozen=True)
+class SegmentAttention:
+    """Attention of a step's rows over one stretch of context keys, segment by segment.
 
     The parts of a segment meet by log-sum-exp. Nothing of size rows x context is allocated.
+    scale: 1 / sqrt(H). max_keys: most keys of a kernel call, None = no limit.
     """
 
-    def __init__(
-        self, k0: Tensor, v0: Tensor, *, kernel: Kernel, max_keys: int | None = None
-    ) -> None:
-        """k0, v0 [T, M, H], positions absolute; max_keys caps the keys of a kernel call."""
-        self.k0, self.v0 = k0, v0
-        self.dk, self.dv = gradient_buffers(k0, v0)
-        self.kernel, self.max_keys = kernel, max_keys
-        self.scale = k0.shape[-1] ** -0.5
+    kernel: Kernel
+    scale: float
+    max_keys: int | None = None
 
     def _parts(self, segment: Segment) -> Iterator[Part]:
         return segment_parts(
@@ -106,39 +104,79 @@ class GatheredKV:
             return self.kernel
         return masked_block.KERNEL
 
-    def forward(self, q: Tensor, step: ChunkStep) -> tuple[Tensor, Tensor]:
-        o = torch.empty_like(q)
-        lse = torch.empty(q.shape[:2], dtype=self.dk.dtype, device=q.device)
-        for segment in step.segments:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Sequence[Segment], *, origin: int = 0
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """(rows, o, lse) of each segment; k, v hold the keys from position `origin` on."""
+        for segment in segments:
             rows = slice(segment.q0, segment.q1)
             merged: tuple[Tensor, Tensor] | None = None
             for part in self._parts(segment):
-                k, v = self.k0[part.lo : part.hi], self.v0[part.lo : part.hi]
+                keys = slice(part.lo - origin, part.hi - origin)
                 own = self._kernel(part).forward(
-                    q[rows], k, v, causal=part.causal, mask=part.mask, scale=self.scale
-                )
+                    q[rows], k[keys], v[keys],
+                    causal=part.causal, mask=part.mask, scale=self.scale,
+                )  # fmt: skip
                 merged = own if merged is None else merge(merged, own)
             assert merged is not None, "a segment has keys"
-            o[rows], lse[rows] = merged
+            yield rows, *merged
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        segments: Sequence[Segment],
+        *,
+        dk: Tensor,
+        dv: Tensor,
+        origin: int = 0,
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """(rows, dq) of each segment from the merged o and lse; adds into dk and dv."""
+        for segment in segments:
+            rows = slice(segment.q0, segment.q1)
+            dq: Tensor | None = None
+            for part in self._parts(segment):
+                keys = slice(part.lo - origin, part.hi - origin)
+                own, dk_part, dv_part = self._kernel(part).backward(
+                    do[rows], q[rows], k[keys], v[keys], o[rows], lse[rows],
+                    causal=part.causal, mask=part.mask, scale=self.scale,
+                )  # fmt: skip
+                dk[keys] += dk_part
+                dv[keys] += dv_part
+                dq = own if dq is None else dq + own
+            assert dq is not None, "a segment has keys"
+            yield rows, dq
+
+
+class GatheredKV:
+    """All context keys in this process's memory."""
+
+    def __init__(
+        self, k0: Tensor, v0: Tensor, *, kernel: Kernel, max_keys: int | None = None
+    ) -> None:
+        """k0, v0 [T, M, H], positions absolute; max_keys caps the keys of a kernel call."""
+        self.k0, self.v0 = k0, v0
+        self.dk, self.dv = gradient_buffers(k0, v0)
+        self.attention = SegmentAttention(kernel, k0.shape[-1] ** -0.5, max_keys)
+
+    def forward(self, q: Tensor, step: ChunkStep) -> tuple[Tensor, Tensor]:
+        o = torch.empty_like(q)
+        lse = torch.empty(q.shape[:2], dtype=self.dk.dtype, device=q.device)
+        for rows, own, own_lse in self.attention.forward(q, self.k0, self.v0, step.segments):
+            o[rows], lse[rows] = own, own_lse
         return o, lse
 
     def backward(self, do: Tensor, q: Tensor, o: Tensor, lse: Tensor, step: ChunkStep) -> Tensor:
         dq = torch.empty_like(q)
-        for segment in step.segments:
-            rows = slice(segment.q0, segment.q1)
-            for n, part in enumerate(self._parts(segment)):
-                own, dk, dv = self._kernel(part).backward(
-                    do[rows],
-                    q[rows],
-                    self.k0[part.lo : part.hi],
-                    self.v0[part.lo : part.hi],
-                    o[rows],
-                    lse[rows],
-                    causal=part.causal,
-                    mask=part.mask,
-                    scale=self.scale,
-                )
-                self.dk[part.lo : part.hi] += dk
-                self.dv[part.lo : part.hi] += dv
-                dq[rows] = own if n == 0 else dq[rows] + own
+        for rows, own in self.attention.backward(
+            do, q, self.k0, self.v0, o, lse, step.segments, dk=self.dk, dv=self.dv
+        ):
+            dq[rows] = own
         return dq
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        return self.dk, self.dv

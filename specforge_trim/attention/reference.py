@@ -65,3 +65,6 @@ class ReferenceKV:
             self.dk += torch.einsum("mgrt,rmgh->tmh", ds, q_g)
             dq[block] = torch.einsum("mgrt,tmh->rmgh", ds, self.k0.to(work)).flatten(1, 2)
         return dq
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        return self.dk, self.dv

@@ -143,12 +143,45 @@ def pack_cost(pack: TrimPack, dims: DraftDims) -> PackCost:
     )
 
 
-def _flops(
-    rows: Sequence[Tensor], loss_rows: int, context_len: Tensor, pack: TrimPack, dims: DraftDims
-) -> dict[str, int]:
-    """Forward and backward FLOPs of row sets, by stage."""
-    tokens = int(context_len.sum())
-    fc = 2 * dims.aux_width * dims.hidden * (3 if dims.fc_norm else 2)
+def row_costs(pack: TrimPack, dims: DraftDims | None) -> Tensor:
+    """FLOPs of the row stage for each row of R_0, forward and backward: float64 [R_0].
+
+    Attention grows with a row's position; a row that lives for more steps costs more. Without
+    dims every row and step counts 1.
+    """
+    first = pack.steps[0].rows
+    costs = torch.zeros(first.numel(), dtype=torch.float64)
+    if pack.steps[0].is_dead:
+        return costs
+    starts = pack.cu_seqlens[torch.searchsorted(pack.cu_seqlens, first, right=True) - 1]
+    positions = (first - starts).to(torch.float64)
+    for i, step in enumerate(pack.steps):
+        if step.is_dead:
+            break
+        index = torch.searchsorted(first, step.rows)
+        if dims is None:
+            costs[index] += 1
+            continue
+        project, per_key = _row_flops(dims, later=i > 0)
+        costs[index] += project + per_key * (positions[index] + 1 + i)
+        costs[torch.searchsorted(first, step.loss_rows)] += _head_flops(dims)
+    return costs
+
+
+def _row_flops(dims: DraftDims, *, later: bool) -> tuple[int, int]:
+    """FLOPs of a row's projections and MLPs at one step, and of its attention per key.
+
+    Step 0 runs only the last layer's rows, whose k and v the context stage has made.
+    """
+    kv, rest = _projections(dims)
+    per_key = 3 * 4 * dims.heads * dims.head_dim
+    if later:
+        return sum(kv) + sum(rest), per_key * dims.layers
+    return rest[-1], per_key
+
+
+def _projections(dims: DraftDims) -> tuple[list[int], list[int]]:
+    """Per layer, forward and backward FLOPs of a row's k and v, and of q, o and the MLP."""
     width = dims.heads * dims.head_dim
     inputs = [2 * dims.hidden] + [dims.hidden] * (dims.layers - 1)
     kv = [3 * 4 * size * dims.kv_heads * dims.head_dim for size in inputs]
@@ -156,6 +189,16 @@ def _flops(
         3 * (2 * size * width + 2 * width * dims.hidden + 6 * dims.hidden * dims.intermediate)
         for size in inputs
     ]
+    return kv, rest
+
+
+def _flops(
+    rows: Sequence[Tensor], loss_rows: int, context_len: Tensor, pack: TrimPack, dims: DraftDims
+) -> dict[str, int]:
+    """Forward and backward FLOPs of row sets, by stage."""
+    tokens = int(context_len.sum())
+    fc = 2 * dims.aux_width * dims.hidden * (3 if dims.fc_norm else 2)
+    kv, rest = _projections(dims)
     later = sum(step.numel() for step in rows[1:])
     keys = [_keys(step, i, pack) for i, step in enumerate(rows)]
     lower_keys = int((context_len * (context_len + 1) // 2).sum())
@@ -166,7 +209,7 @@ def _flops(
         + later * (sum(kv) + sum(rest)),
         "attention": 3
         * 4
-        * width
+        * (dims.heads * dims.head_dim)
         * (keys[0] + (dims.layers - 1) * lower_keys + dims.layers * sum(keys[1:])),
         "head": loss_rows * _head_flops(dims),
     }

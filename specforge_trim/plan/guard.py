@@ -55,11 +55,33 @@ def choose_pack_alone(pack: TrimPack, max_density: float = 0.35) -> TrimPack:
     return _select(pack, documents_in_budget(pack, max_density), max_density)
 
 
-def documents_in_budget(pack: TrimPack, max_density: float) -> Tensor:
-    """bool [docs]: the documents whose kept rows of steps 1..K-1 fit the budget on this rank."""
+def documents_in_budget(
+    pack: TrimPack, max_density: float, *, positions: tuple[int, int] | None = None
+) -> Tensor:
+    """bool [docs]: the documents whose kept rows of steps 1..K-1 fit the budget on this rank.
+
+    positions: [lo, hi) of the rows that this rank owns; None = all of the pack's.
+    """
     tau = _check_density(max_density)
-    kept = rows_per_document(pack)[1:].sum(0)
-    return kept <= _budget(pack, tau) * (1 + _SLACK)
+    if positions is None:
+        kept = rows_per_document(pack)[1:].sum(0)
+        return kept <= _budget(pack, tau) * (1 + _SLACK)
+    lo, hi = positions
+    bounds = pack.cu_seqlens.clamp(lo, hi)
+    kept = torch.zeros(pack.num_docs, dtype=torch.int64)
+    for step in pack.steps[1:]:
+        if not step.is_dead:
+            kept += torch.searchsorted(step.rows, bounds).diff()
+    budget = tau * (pack.ttt_length - 1) * bounds.diff().to(torch.float64)
+    return kept <= budget * (1 + _SLACK)
+
+
+def select_documents(pack: TrimPack, fits: Tensor, max_density: float) -> TrimPack:
+    """`pack` with all rows in the documents that do not fit; a refusal logs one INFO line.
+
+    fits: bool [docs], agreed over the ranks that share the documents.
+    """
+    return _select(pack, fits, max_density)
 
 
 def _budget(pack: TrimPack, tau: float) -> Tensor:

@@ -153,6 +153,24 @@ def select_pack(pack: TrimPack, keep_trimmed) -> TrimPack:
     return _assemble(emits, needed, bounds=pack.cu_seqlens, owned=pack.owned, chain=pack.chain)
 
 
+def restrict_pack(pack: TrimPack, lo: int, hi: int) -> TrimPack:
+    """The part of `pack` whose rows lie at positions [lo, hi): one rank's share.
+
+    Rows are independent of each other, so the parts' losses and gradients add up to the whole's.
+    Positions and documents stay those of the whole stream; `supervised` holds the teachers that
+    the part's rows read, which may lie up to K-1 positions past hi.
+    """
+    inside = torch.zeros(pack.owned, dtype=torch.bool)
+    inside[lo:hi] = True
+    empty = torch.zeros(pack.owned, dtype=torch.bool)
+    emits = [empty.index_fill(0, step.loss_rows, True) & inside for step in pack.steps]
+    needed = [
+        empty if step.is_dead else empty.index_fill(0, step.rows, True) & inside
+        for step in pack.steps
+    ]
+    return _assemble(emits, needed, bounds=pack.cu_seqlens, owned=pack.owned, chain=pack.chain)
+
+
 def minimal_rows(pack: TrimPack) -> tuple[Tensor, ...]:
     """K int64 tensors: the fewest rows per step for the loss rows of a pack, dense or trimmed.
 

@@ -70,6 +70,7 @@ class ChunkStep:
     carry_index     rows == previous chunk step's rows[carry_index]; None at step 0
     diagonal_index  entry j-1, for 1 <= j < i: rows == chunk step j's rows[diagonal_index[j-1]]
     segments        in ascending query order, together all R rows
+    peers, windows  see plan/shard.py; empty unless ranks share a sequence without gathering it
     """
 
     row_slice: tuple[int, int]
@@ -80,6 +81,8 @@ class ChunkStep:
     carry_index: Tensor | None
     diagonal_index: tuple[Tensor, ...]
     segments: tuple[Segment, ...]
+    peers: tuple[int, ...] = ()
+    windows: tuple[tuple[Segment, ...], ...] = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)

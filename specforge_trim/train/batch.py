@@ -11,16 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from specforge_trim.plan.cost import DraftDims, PackCost, pack_cost
-from specforge_trim.plan.guard import choose_pack_alone
-from specforge_trim.plan.pack import TrimPack, build_trim_pack, dense_pack
+from specforge_trim.plan.guard import documents_in_budget, select_documents
+from specforge_trim.plan.pack import TrimPack, build_trim_pack, dense_pack, restrict_pack
 from specforge_trim.plan.rows import row_mask
 from specforge_trim.plan.segments import RowChunk, plan_chunks
+from specforge_trim.plan.shard import (
+    SequenceSplit,
+    Shard,
+    budget_votes,
+    expected_answer,
+    row_edges,
+    shard_chunks,
+    shard_pack,
+)
 
 
 class TokenDocument(Protocol):
@@ -57,6 +66,7 @@ class PlanSettings:
     max_density: float = 1.0
     chunk_rows: int = 1024
     dims: DraftDims | None = None  # None: the batch carries no cost
+    sequence: SequenceSplit | None = None  # None: this rank trains on its documents alone
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,8 @@ class Batch:
     num_loss_rows            per step, rows with a loss that counts: the denominator `supervised`
     doc_ids                  for messages
     cost                     FLOPs of the pack, where asked for
+    shard                    this rank's share of a sequence that ranks share; pack, chunks,
+                             teachers, weights and counts then cover this rank's rows only
     """
 
     input_ids: Tensor
@@ -106,13 +118,19 @@ class Batch:
     num_loss_rows: tuple[int, ...] = ()
     doc_ids: tuple[str, ...] = ()
     cost: PackCost | None = None
+    shard: Shard | None = None
 
 
 def make_batch(
-    documents: Sequence[TokenDocument], stored: Sequence[StoredFeatures], settings: PlanSettings
+    documents: Sequence[TokenDocument],
+    stored: Sequence[StoredFeatures],
+    settings: PlanSettings,
+    *,
+    kept: Tensor | None = None,
 ) -> Batch:
     """Packs documents into one stream and plans it.
 
+    kept: bool [docs], documents that keep their trimmed rows; None = as the guard says.
     Raises ValueError naming the document whose features do not belong to its tokens.
     """
     lengths = [document.input_ids.numel() for document in documents]
@@ -130,51 +148,90 @@ def make_batch(
         alignment=settings.alignment,
         cu_seqlens=cu_seqlens,
     )
-    pack, weights, num_loss_rows = _plan(m, cu_seqlens, settings)
+    plan = _plan(m, cu_seqlens, settings, kept)
     return Batch(
         input_ids=torch.cat([document.input_ids for document in documents]),
         position_ids=torch.arange(int(cu_seqlens[-1])) - starts.repeat_interleave(per_token),
         doc_end=ends.repeat_interleave(per_token),
         cu_seqlens=cu_seqlens,
-        pack=pack,
-        chunks=plan_chunks(pack, chunk_rows=settings.chunk_rows),
+        pack=plan.pack,
+        chunks=plan.chunks,
         aux=PackedAux(tuple(stored), tuple(starts.tolist())),
-        teacher_hidden=_teacher_hidden(documents, stored, pack, m, settings),
-        loss_weights=weights,
-        num_rows=int(cu_seqlens[-1]),
-        num_loss_rows=num_loss_rows,
+        teacher_hidden=_teacher_hidden(documents, stored, plan.pack, m, settings),
+        loss_weights=plan.weights,
+        num_rows=plan.num_rows,
+        num_loss_rows=tuple(step.num_loss_rows for step in plan.counting.steps),
         doc_ids=tuple(document.doc_id for document in documents),
-        cost=None if settings.dims is None else pack_cost(pack, settings.dims),
+        cost=plan.cost,
+        shard=plan.shard,
     )
 
 
-def _plan(
-    m: Tensor, cu_seqlens: Tensor, settings: PlanSettings
-) -> tuple[TrimPack, tuple[Tensor, ...] | None, tuple[int, ...]]:
-    """The pack to compute, weights of its loss rows (None = 1), and counting rows per step.
+@dataclass(frozen=True)
+class _Plan:
+    """What this rank computes; counting: the pack whose loss rows count (weight 1)."""
+
+    pack: TrimPack
+    counting: TrimPack
+    chunks: tuple[RowChunk, ...]
+    num_rows: int
+    cost: PackCost | None
+    shard: Shard | None = None
+
+    @property
+    def weights(self) -> tuple[Tensor, ...] | None:
+        """Per step, of the pack's loss rows; None = all 1."""
+        if self.counting is self.pack:
+            return None
+        return tuple(
+            torch.isin(every.loss_rows, counting.loss_rows).float()
+            for every, counting in zip(self.pack.steps, self.counting.steps, strict=True)
+        )
+
+
+def _plan(m: Tensor, cu_seqlens: Tensor, settings: PlanSettings, kept: Tensor | None) -> _Plan:
+    """Rows, chunks and counts of a stream.
 
     trim_backbone_rows     rows that reach a loss; over-budget documents get all rows
     trim_loss_positions    all rows, loss end on rows that carry loss
     neither                all rows, loss end on every row that has a teacher, weights 0 or 1
     """
-    build: dict[str, Any] = {"cu_seqlens": cu_seqlens}
-    chain = settings.chain
+    steps, chain, split = settings.ttt_length, settings.chain, settings.sequence
+    votes: Tensor | None = None
     if settings.trim_backbone_rows:
-        trimmed = build_trim_pack(m, settings.ttt_length, chain=chain, **build)
-        pack = choose_pack_alone(trimmed, settings.max_density)
+        counting = build_trim_pack(m, steps, cu_seqlens=cu_seqlens, chain=chain)
+        if split is not None:
+            votes = budget_votes(counting, split, settings.max_density)
+            if kept is None:
+                kept = expected_answer(counting, split, settings.max_density)
+        elif kept is None:
+            kept = documents_in_budget(counting, settings.max_density)
+        counting = select_documents(counting, kept, settings.max_density)
     else:
-        pack = dense_pack(m, settings.ttt_length, chain=chain, **build)
-    num_loss_rows = tuple(step.num_loss_rows for step in pack.steps)
-    if settings.trim_loss_positions:
-        return pack, None, num_loss_rows
-    has_teacher = torch.ones_like(m)
-    has_teacher[cu_seqlens[1:] - 1] = False
-    full = dense_pack(has_teacher, settings.ttt_length, chain="shift", **build)
-    weights = tuple(
-        torch.isin(every.loss_rows, counting.loss_rows).float()
-        for every, counting in zip(full.steps, pack.steps, strict=True)
+        counting = dense_pack(m, steps, cu_seqlens=cu_seqlens, chain=chain)
+    pack = counting
+    if not settings.trim_loss_positions:
+        has_teacher = torch.ones_like(m)
+        has_teacher[cu_seqlens[1:] - 1] = False
+        pack = dense_pack(has_teacher, steps, cu_seqlens=cu_seqlens)
+    total = int(cu_seqlens[-1])
+    cost = None if settings.dims is None else pack_cost(pack, settings.dims)
+    if split is None:
+        return _Plan(
+            pack, counting, plan_chunks(pack, chunk_rows=settings.chunk_rows), total, cost
+        )
+    edges = row_edges(pack, split, settings.dims)
+    first, last = edges[split.rank], edges[split.rank + 1]
+    own = restrict_pack(pack, first, last)
+    return _Plan(
+        pack=own,
+        counting=own if pack is counting else restrict_pack(counting, first, last),
+        chunks=shard_chunks(pack, split, edges, chunk_rows=settings.chunk_rows),
+        # Parts of one batch: what the ranks report adds up to it.
+        num_rows=total * (split.rank + 1) // split.size - total * split.rank // split.size,
+        cost=cost if split.rank == 0 else None,
+        shard=shard_pack(pack, split, edges, votes=votes, kept=kept),
     )
-    return full, weights, num_loss_rows
 
 
 def _teacher_hidden(

@@ -10,6 +10,10 @@ trimmed there. The gradient of a lower layer's K0/V0 is complete only after all 
 that layer, so the backward goes layer by layer from the top, each layer's query chunks first,
 then its keys and values.
 
+Where ranks share a sequence, each runs this stage over its own block of the tokens. Its keys go
+to the home that the ranks share, its g^0 to the ranks that compute the rows, and their gradients
+come back the same ways.
+
 Letters: T tokens, n tokens of a chunk, R_0 kept rows of step 0, D width, M key/value heads, H
 head dim, A aux layers, Dt target width.
 """
@@ -26,6 +30,7 @@ from torch import Tensor
 from specforge_trim.attention.context_kv import ContextKV
 from specforge_trim.attention.rows import row_attention
 from specforge_trim.model.draft import Eagle3Draft
+from specforge_trim.parallel.comm import RankGroup
 from specforge_trim.plan.segments import ChunkStep, Segment
 
 if TYPE_CHECKING:
@@ -54,7 +59,8 @@ class ContextChunk:
     """Some live tokens, and which kept rows lie among them.
 
     tokens: int64 [n], absolute positions, ascending. pieces: (document start, lo, hi) of each
-    stretch [lo, hi) they form. rows: slice of R_0. row_index: their positions inside `tokens`.
+    stretch [lo, hi) they form. rows: slice of the stage's rows. row_index: their positions
+    inside `tokens`.
     """
 
     tokens: Tensor
@@ -80,23 +86,28 @@ class ContextChunk:
         )
 
 
-def context_chunks(batch: Batch, size: int) -> Iterator[ContextChunk]:
-    """Live tokens (each document's prefix that kept rows attend to), `size` at a time."""
+def context_chunks(
+    batch: Batch, size: int, *, tokens: tuple[int, int], context_len: Tensor, rows: Tensor
+) -> Iterator[ContextChunk]:
+    """Live tokens (each document's prefix that kept rows attend to), `size` at a time.
+
+    tokens: [lo, hi), those of this rank. context_len: [docs]. rows: kept rows among them.
+    """
     starts = batch.cu_seqlens[:-1].tolist()
-    lengths = batch.pack.context_len.tolist()
-    rows = batch.pack.steps[0].rows
+    lengths = context_len.tolist()
+    lowest, highest = tokens
     group: list[tuple[int, int, int]] = []
     held = 0
 
     def emit() -> ContextChunk:
-        tokens = torch.cat([torch.arange(a, b) for _, a, b in group])
+        own = torch.cat([torch.arange(a, b) for _, a, b in group])
         edges = torch.tensor([group[0][1], group[-1][2]])
         first, last = torch.searchsorted(rows, edges).tolist()
-        index = torch.searchsorted(tokens, rows[first:last])
-        return ContextChunk(tokens, tuple(group), slice(first, last), index)
+        index = torch.searchsorted(own, rows[first:last])
+        return ContextChunk(own, tuple(group), slice(first, last), index)
 
     for start, length in zip(starts, lengths, strict=True):
-        a, end = start, start + length
+        a, end = max(start, lowest), min(start + length, highest)
         while a < end:
             b = min(end, a + size - held)
             group.append((start, a, b))
@@ -113,7 +124,7 @@ class ContextStage:
     """Leaves of one training step and their gradients.
 
     contexts: one home of K0/V0 per layer. row_inputs: [R_0, D], the last layer's step-0 input at
-    kept rows. d_row_inputs: its gradient, filled by the row stage.
+    this rank's kept rows. d_row_inputs: its gradient, filled by the row stage.
     """
 
     def __init__(
@@ -125,14 +136,28 @@ class ContextStage:
         dtype: torch.dtype,
         chunk_tokens: int,
         make_context: Callable[[Tensor, Tensor], ContextKV],
+        group: RankGroup | None = None,
     ) -> None:
-        """make_context(k0, v0 [T, M, H]) makes a layer's home of its context keys."""
+        """make_context(k0, v0 [n, M, H]) makes a layer's home of its n = T context keys.
+
+        group: the ranks that share the batch's sequence, None = this one alone; then n is the
+        block of the batch's shard.
+        """
         self.model, self.batch, self.stream = model, batch, stream
         self.dtype, self.device = dtype, stream.ids.device
-        self.chunks = tuple(context_chunks(batch, chunk_tokens))
+        self.group, shard, pack = group, batch.shard, batch.pack
+        self.first, self.count = 0, stream.ids.shape[0]  # of this rank's tokens
+        tokens, lengths, rows = (0, self.count), pack.context_len, pack.steps[0].rows
+        if shard is not None:
+            self.first, self.count = shard.tokens[0], shard.block
+            tokens, lengths, rows = shard.tokens, shard.context_len, shard.token_rows
+        self.token_rows = rows
+        self.chunks = tuple(
+            context_chunks(batch, chunk_tokens, tokens=tokens, context_len=lengths, rows=rows)
+        )
         self.make_context = make_context
         self.contexts: list[ContextKV] = []
-        self.hidden: list[Tensor] = []  # inputs [T, D] of each layer; deeper drafts only
+        self.hidden: list[Tensor] = []  # inputs [n, D] of each layer; deeper drafts only
         self.row_inputs = torch.empty(0)
         self.d_row_inputs = torch.empty(0)
 
@@ -143,6 +168,10 @@ class ContextStage:
 
     def _put(self, x: Tensor) -> Tensor:
         return x.to(self.device, non_blocking=True)
+
+    def _places(self, tokens: Tensor) -> Tensor:
+        """Where tokens stand among this rank's n."""
+        return tokens - self.first if self.first else tokens
 
     def _project(self, chunk: ContextChunk) -> Tensor:
         """g^0 [n, D] of a chunk's tokens."""
@@ -162,31 +191,32 @@ class ContextStage:
 
     @torch.no_grad()
     def forward(self) -> None:
-        config, total = self.model.config, self.stream.ids.shape[0]
+        config, shard = self.model.config, self.batch.shard
         depth = config.num_hidden_layers
-        rows = self.batch.pack.steps[0].rows
-        self.row_inputs = self._new(rows.shape[0], config.hidden_size)
-        self.d_row_inputs = torch.zeros_like(self.row_inputs)
+        inputs = self._new(self.token_rows.shape[0], config.hidden_size)
         if depth > 1:
-            self.hidden = [self._new(total, config.hidden_size) for _ in range(depth)]
+            self.hidden = [self._new(self.count, config.hidden_size) for _ in range(depth)]
         for layer in range(depth):
-            k0 = self._new(total, config.num_key_value_heads, config.head_dim)
+            k0 = self._new(self.count, config.num_key_value_heads, config.head_dim)
             v0 = torch.zeros_like(k0)
             for chunk in self.chunks:
                 tokens = self._put(chunk.tokens)
                 x = self._layer_input(layer, chunk, tokens)
                 k, v = self.model.stack[layer].key_value(*self._inputs(layer, tokens, x))
-                k0.index_copy_(0, tokens, k)
-                v0.index_copy_(0, tokens, v)
+                k0.index_copy_(0, self._places(tokens), k)
+                v0.index_copy_(0, self._places(tokens), v)
                 if layer == depth - 1:
-                    self.row_inputs[chunk.rows] = x.index_select(0, self._put(chunk.row_index))
+                    inputs[chunk.rows] = x.index_select(0, self._put(chunk.row_index))
             self.contexts.append(self.make_context(k0, v0))
+        if shard is not None and self.group is not None:
+            inputs = self.group.all_to_all(inputs, shard.send, shard.receive)
+        self.row_inputs, self.d_row_inputs = inputs, torch.zeros_like(inputs)
 
     def _layer_input(self, layer: int, chunk: ContextChunk, tokens: Tensor) -> Tensor:
         """A layer's step-0 input [n, D] at a chunk's tokens, computed once and kept if deeper."""
         x = self._project(chunk) if layer == 0 else self._run_layer(layer - 1, chunk, tokens)
         if self.hidden:
-            self.hidden[layer].index_copy_(0, tokens, x)
+            self.hidden[layer].index_copy_(0, self._places(tokens), x)
         return x
 
     def _run_layer(
@@ -194,7 +224,7 @@ class ContextStage:
     ) -> Tensor:
         """A lower layer's step-0 output [n, D]; x: its input, None = the one kept."""
         if x is None:
-            x = self.hidden[layer].index_select(0, tokens)
+            x = self.hidden[layer].index_select(0, self._places(tokens))
         block = self.model.stack[layer]
         q = block.query(*self._inputs(layer, tokens, x))
         attended = row_attention(q, self.contexts[layer], chunk.as_step(self.device))
@@ -204,53 +234,65 @@ class ContextStage:
 
     def backward(self) -> None:
         """From the gradients of K0/V0 and of the rows' inputs into the parameters."""
-        depth = self.model.config.num_hidden_layers
-        d_hidden: Tensor | None = None  # gradient [T, D] of the current layer's input
+        depth, shard = self.model.config.num_hidden_layers, self.batch.shard
+        d_rows = self.d_row_inputs
+        if shard is not None and self.group is not None:
+            d_rows = self.group.all_to_all(d_rows, shard.receive, shard.send)
+        d_hidden: Tensor | None = None  # gradient [n, D] of the current layer's input
         if depth > 1:
             d_hidden = torch.zeros_like(self.hidden[0])
-            d_hidden.index_copy_(0, self._put(self.batch.pack.steps[0].rows), self.d_row_inputs)
+            d_hidden.index_copy_(0, self._places(self._put(self.token_rows)), d_rows)
         for layer in reversed(range(depth)):
             if layer < depth - 1:
                 assert d_hidden is not None
                 d_hidden = self._queries_backward(layer, d_hidden)
+            d_keys = self.contexts[layer].finish()
             for chunk in self.chunks:
-                self._keys_backward(layer, chunk, d_hidden)
+                self._keys_backward(layer, chunk, d_keys, d_rows, d_hidden)
 
     def _queries_backward(self, layer: int, d_output: Tensor) -> Tensor:
         """Back through a lower layer's queries, o and MLP; the gradient of its input so far."""
         d_input = torch.zeros_like(d_output)
         for chunk in self.chunks:
             tokens = self._put(chunk.tokens)
-            x = self.hidden[layer].index_select(0, tokens).requires_grad_()
+            places = self._places(tokens)
+            x = self.hidden[layer].index_select(0, places).requires_grad_()
             with torch.enable_grad():
                 output = self._run_layer(layer, chunk, tokens, x)
-            output.backward(d_output.index_select(0, tokens))
+            output.backward(d_output.index_select(0, places))
             assert x.grad is not None
-            d_input.index_copy_(0, tokens, x.grad)
+            d_input.index_copy_(0, places, x.grad)
         return d_input
 
-    def _keys_backward(self, layer: int, chunk: ContextChunk, d_hidden: Tensor | None) -> None:
+    def _keys_backward(
+        self,
+        layer: int,
+        chunk: ContextChunk,
+        d_keys: tuple[Tensor, Tensor],
+        d_rows: Tensor,
+        d_hidden: Tensor | None,
+    ) -> None:
         """Back through k and v of a layer and, for the first one, through fc."""
         tokens = self._put(chunk.tokens)
-        context = self.contexts[layer]
+        places = self._places(tokens)
         with torch.enable_grad():
             if layer == 0:
                 x = self._project(chunk)
             else:
-                x = self.hidden[layer].index_select(0, tokens).requires_grad_()
+                x = self.hidden[layer].index_select(0, places).requires_grad_()
             k, v = self.model.stack[layer].key_value(*self._inputs(layer, tokens, x))
             outputs = [k, v]
             if layer == 0 and d_hidden is None:
                 outputs.append(x.index_select(0, self._put(chunk.row_index)))
             elif layer == 0:
                 outputs.append(x)
-        gradients = [context.dk[tokens].to(k.dtype), context.dv[tokens].to(v.dtype)]
+        gradients = [d[places].to(k.dtype) for d in d_keys]
         if layer == 0 and d_hidden is None:
-            gradients.append(self.d_row_inputs[chunk.rows])
+            gradients.append(d_rows[chunk.rows])
         elif layer == 0:
             assert d_hidden is not None
-            gradients.append(d_hidden.index_select(0, tokens))
+            gradients.append(d_hidden.index_select(0, places))
         torch.autograd.backward(outputs, gradients)
         if layer > 0:
             assert d_hidden is not None and x.grad is not None
-            d_hidden.index_add_(0, tokens, x.grad)
+            d_hidden.index_add_(0, places, x.grad)

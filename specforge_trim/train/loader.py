@@ -1,7 +1,7 @@
 """Batches made ahead of time, in loader processes, in the order of the schedule.
 
 A document whose features are damaged is left out, named in the log and counted. Nothing here asks
-the accelerator or another rank anything.
+the accelerator anything. Ranks that share documents agree here on what each micro-batch holds.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from specforge_trim.data.document_features import BadFeatures
+from specforge_trim.distributed import PeerFailed
+from specforge_trim.parallel.comm import RankGroup
 from specforge_trim.train import wire
 from specforge_trim.train.batch import (
     Batch,
@@ -89,6 +93,12 @@ class _Planned(Dataset):
             return _Ahead((), error, ())
         return _Ahead(tuple(numbers), self._packed(batch), tuple(skipped))
 
+    def batch(self, numbers: tuple[int, ...], kept: Tensor) -> Batch:
+        """A micro-batch of these documents, those of `kept` [docs] with trimmed rows."""
+        tokens = [self.documents.tokens(n) for n in numbers]
+        stored = [self.documents.features(n) for n in numbers]
+        return make_batch(tokens, stored, self.settings, kept=kept)
+
     def _packed(self, batch: Batch | None) -> Batch | wire.Packed | None:
         if batch is None or not self.pack_up:
             return batch
@@ -125,8 +135,10 @@ class BatchLoader:
         *,
         rank: int,
         num_workers: int,
+        group: RankGroup | None = None,
     ) -> None:
-        self._documents = documents
+        """rank: of the data parallel ranks. group: the ranks that share this one's documents."""
+        self._documents, self._rank, self._group = documents, rank, group
         self._schedule = schedule
         self._planned = _Planned(documents, schedule, settings, rank=rank, pack_up=num_workers > 0)
         self._num_workers = num_workers
@@ -152,9 +164,11 @@ class BatchLoader:
         )
         batches: list[Batch] = []
         for k, ahead in zip(order, loader, strict=True):
-            self._skipped += len(ahead.skipped)
             for line in ahead.skipped:
                 logger.error("document left out: %s", line)  # an error: shown on every rank
+            if self._group is not None:
+                ahead = self._agreed(k, ahead, self._group)
+            self._skipped += len(ahead.skipped)
             if isinstance(ahead.batch, Exception):
                 raise ahead.batch
             if ahead.batch is not None:
@@ -162,6 +176,39 @@ class BatchLoader:
             if (k + 1) % accumulate == 0:
                 yield batches
                 batches = []
+
+    def _agreed(self, k: int, ahead: _Ahead, group: RankGroup) -> _Ahead:
+        """The micro-batch as all ranks of the group can run it: same documents, same rows.
+
+        One minimum over ranks of a vector with an entry per scheduled document: -1 the rank has
+        to stop, 0 left out, 1 all rows, 2 trimmed rows. Every rank gets here for every
+        micro-batch that the schedule gives the group, whatever its own plan holds.
+        """
+        step, index = divmod(k, self._schedule.accumulate)
+        scheduled = self._schedule.micro_batch(step, rank=self._rank, index=index)
+        if not scheduled:
+            return ahead
+        failed = isinstance(ahead.batch, Exception)
+        votes = torch.full((len(scheduled),), -1 if failed else 0, dtype=torch.int32)
+        batch = None if failed or ahead.batch is None else self._unpack(ahead)
+        shard = None if batch is None else batch.shard
+        if shard is not None:
+            here = torch.isin(torch.tensor(scheduled), torch.tensor(ahead.numbers))
+            votes[here] = 1 + torch.minimum(shard.votes, shard.kept).int()
+        answer = group.agree_min(votes)
+        if failed:
+            return ahead
+        if bool((answer < 0).any()):
+            raise PeerFailed("another rank could not make its batch")
+        numbers = tuple(n for n, vote in zip(scheduled, answer.tolist(), strict=True) if vote)
+        kept = answer[answer > 0] == 2
+        if not numbers:
+            batch = None
+        elif shard is None or numbers != ahead.numbers or not torch.equal(kept, shard.kept):
+            batch = self._planned.batch(numbers, kept)
+        # Counted once for the group.
+        left_out = ("",) * (len(scheduled) - len(numbers)) if group.rank == 0 else ()
+        return _Ahead(numbers, batch, left_out)
 
     def _unpack(self, ahead: _Ahead) -> Batch:
         if isinstance(ahead.batch, Batch):

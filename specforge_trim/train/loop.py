@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
 from typing import Any
@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from specforge_trim.config import Config
-from specforge_trim.distributed import World, sum_gradients
-from specforge_trim.loss_terms import parse_objective
+from specforge_trim.distributed import PeerLost, World
 from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.objective.teacher import Teacher
-from specforge_trim.plan.memory import DEFAULT_ROW_MEMORY_MB, chunk_rows_for
+from specforge_trim.parallel.layout import Layout
 from specforge_trim.train import checkpoint as checkpoints
-from specforge_trim.train.batch import Batch, PlanSettings
+from specforge_trim.train.batch import Batch
+from specforge_trim.train.gradients import Reducer, make_reducer
 from specforge_trim.train.loader import BatchLoader, Documents
 from specforge_trim.train.metrics import StepCounts, Throughput, count_step, metrics_row
 from specforge_trim.train.optimizer import (
@@ -37,7 +37,8 @@ from specforge_trim.train.optimizer import (
     set_learning_rate,
 )
 from specforge_trim.train.sampler import Schedule
-from specforge_trim.train.stages import StepResult, StepSettings, ttt_step
+from specforge_trim.train.settings import plan_settings, sequence_layout, step_settings
+from specforge_trim.train.stages import StepResult, ttt_step
 from specforge_trim.train.trackers import JsonLines, Progress
 
 logger = logging.getLogger(__name__)
@@ -50,47 +51,6 @@ class TrainSummary:
     steps: int
     skipped_steps: int
     last_row: Mapping[str, Any] | None
-
-
-def plan_settings(config: Config, model: Eagle3Draft) -> PlanSettings:
-    """How batches are planned under this configuration."""
-    return PlanSettings(
-        ttt_length=config.loss.ttt_length,
-        alignment=config.loss.loss_alignment,
-        chain=config.loss.chain,
-        trim_loss_positions=config.trim.trim_loss_positions,
-        trim_backbone_rows=config.trim.trim_backbone_rows,
-        max_density=config.max_density,
-        chunk_rows=_chunk_rows(config, model),
-        dims=model.config.dims,
-    )
-
-
-def _chunk_rows(config: Config, model: Eagle3Draft) -> int:
-    if config.attention.chunk_rows is not None:
-        return config.attention.chunk_rows
-    megabytes = config.attention.row_memory_mb
-    if megabytes is None:
-        megabytes = DEFAULT_ROW_MEMORY_MB[model.fc.weight.device.type]
-    return chunk_rows_for(
-        model.config.dims,
-        config.loss.ttt_length,
-        itemsize=getattr(torch, config.train.dtype).itemsize,
-        budget=megabytes << 20,
-    )
-
-
-def step_settings(config: Config) -> StepSettings:
-    """How a training step computes under this configuration."""
-    assert config.attention.attention_backend in ("reference", "sdpa", "fa")
-    return StepSettings(
-        backend=config.attention.attention_backend,  # type: ignore[arg-type]
-        decay=config.loss.loss_decay,
-        objective=parse_objective(config.loss.objective, lk_eta=config.loss.lk_eta),
-        compute_dtype=getattr(torch, config.train.dtype),
-        context_chunk=config.attention.context_chunk_tokens,
-        max_keys=config.attention.max_keys_per_call,
-    )
 
 
 def train(
@@ -113,9 +73,10 @@ def train(
         identity: settings that a resumed run must share; provenance: kept beside each checkpoint.
     Raises ValueError (another run's checkpoint, gradient not finite, much bad data) or PeerLost.
     """
-    options = config.train
-    schedule = _schedule(config, lengths, world)
-    loader = _loader(config, documents, schedule, model, world)
+    options, layout = config.train, sequence_layout(config, world)
+    schedule = _schedule(config, lengths, layout)
+    loader = _loader(config, documents, schedule, model, layout)
+    reducer = make_reducer(model, world, fsdp=config.parallel.fsdp)
     left_out = _LeftOut(len(lengths), config.data.max_bad_fraction)
     optimizer = build_optimizer(model, weight_decay=options.weight_decay)
     keep = _Keeper(config, model, optimizer, world, identity, provenance)
@@ -126,27 +87,24 @@ def train(
     clock = Throughput(world)
     row: dict[str, Any] | None = None
     log = JsonLines(config.output_dir / "metrics.jsonl", resume_step=done, write=world.is_main)
-    with closing(Progress(total=total, done=done, show=world.is_main)) as bar:
-        for step, batches in enumerate(clock.waiting(loader.steps(done)), start=done + 1):
-            world.check_launcher()
-            left, length = loader.take_skipped(), config.loss.ttt_length
-            counts = count_step(batches, ttt_length=length, skipped=left, world=world)
-            left_out.add(schedule.epoch_of(step - 1), counts.skipped_documents)
+    progress = closing(Progress(total=total, done=done, show=world.is_main))
+    with _Where(done, world) as where, progress as bar:
+        for step, batches in where.numbered(clock.waiting(loader.steps(done))):
+            counts = _count(config, batches, loader, world)
+            epoch, rate = schedule.epoch_of(step - 1), _rate(config, step - 1, total)
+            left_out.add(epoch, counts.skipped_documents)
             clock.add(counts)
-            rate = _rate(config, step - 1, total)
             results, norm = list[StepResult](), None
             if counts.has_loss:
-                results = _run_micro_batches(config, model, teacher, batches, counts)
-                sum_gradients(model.parameters(), world)
-                norm = float(clip_gradients(model, options.max_grad_norm))
-                _refuse_non_finite(norm, step, batches)
-                _update(optimizer, rate)
+                results = _run_micro_batches(
+                    config, model, teacher, batches, counts, layout=layout, reducer=reducer
+                )
+                norm = _update(config, model, optimizer, rate, step, batches)
             else:
                 keep.skipped += 1  # no supervised row on any rank: no weight may move, nor decay
             if step % options.log_every == 0 or step == total:
-                row = {"step": step, "epoch": schedule.epoch_of(step - 1), "lr": rate}
-                sums = _sum_results(results, length, world)
-                row |= metrics_row(sums, counts, decay=config.loss.loss_decay)
+                row = {"step": step, "epoch": epoch, "lr": rate}
+                row |= _loss_metrics(config, results, counts, world)
                 row |= {"grad_norm": norm, "skipped_steps": keep.skipped, **clock.read()}
                 log.write(row | {"skipped_documents": left_out.total})
             bar.update(row)
@@ -155,25 +113,65 @@ def train(
     return TrainSummary(total, keep.skipped, row)
 
 
-def _schedule(config: Config, lengths: Sequence[int], world: World) -> Schedule:
+def _count(
+    config: Config, batches: Sequence[Batch], loader: BatchLoader, world: World
+) -> StepCounts:
+    left, length = loader.take_skipped(), config.loss.ttt_length
+    return count_step(batches, ttt_length=length, skipped=left, world=world)
+
+
+def _loss_metrics(
+    config: Config, results: Sequence[StepResult], counts: StepCounts, world: World
+) -> dict[str, Any]:
+    sums = _sum_results(results, config.loss.ttt_length, world)
+    return metrics_row(sums, counts, decay=config.loss.loss_decay)
+
+
+class _Where:
+    """Numbers optimizer steps, and names the one in which contact with another rank was lost."""
+
+    def __init__(self, done: int, world: World) -> None:
+        self.step, self._world = done, world
+
+    def numbered(self, steps: Iterable[list[Batch]]) -> Iterator[tuple[int, list[Batch]]]:
+        for batches in steps:
+            self.step += 1
+            self._world.check_launcher()
+            yield self.step, batches
+
+    def __enter__(self) -> _Where:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, PeerLost):
+            raise PeerLost(f"in or after optimizer step {self.step}: {error}") from error
+
+
+def _schedule(config: Config, lengths: Sequence[int], layout: Layout) -> Schedule:
     return Schedule(
         lengths=tuple(lengths),
         tokens_per_batch=config.data.tokens_per_batch,
         seed=config.train.seed,
         epochs=config.train.epochs,
-        world_size=world.size,
+        world_size=layout.data_size,
         accumulate=config.train.accumulate,
         max_steps=config.train.max_steps,
     )
 
 
 def _loader(
-    config: Config, documents: Documents, schedule: Schedule, model: Eagle3Draft, world: World
+    config: Config, documents: Documents, schedule: Schedule, model: Eagle3Draft, layout: Layout
 ) -> BatchLoader:
     # A target that computes features while training cannot be forked into loader processes.
     workers = 0 if config.data.online else config.data.num_workers
-    plan = plan_settings(config, model)
-    return BatchLoader(documents, schedule, plan, rank=world.rank, num_workers=workers)
+    return BatchLoader(
+        documents,
+        schedule,
+        plan_settings(config, model, layout),
+        rank=layout.data_rank,
+        num_workers=workers,
+        group=layout.sequence,
+    )
 
 
 def _run_micro_batches(
@@ -182,14 +180,30 @@ def _run_micro_batches(
     teacher: Teacher,
     batches: Sequence[Batch],
     counts: StepCounts,
+    *,
+    layout: Layout,
+    reducer: Reducer,
 ) -> list[StepResult]:
-    """Adds this rank's gradients of one optimizer step."""
+    """Gradients of one optimizer step, summed over micro-batches and ranks."""
     denominators = _denominators(counts, config.loss.loss_denominator)
     settings = step_settings(config)
-    return [
-        ttt_step(model, batch, teacher=teacher, denominators=denominators, settings=settings)
-        for batch in batches
+    reducer.begin()
+    results = [
+        ttt_step(
+            model,
+            batch,
+            teacher=teacher,
+            denominators=denominators,
+            settings=settings,
+            layout=layout,
+            after_rows=reducer.rows_done if n == len(batches) else None,
+        )
+        for n, batch in enumerate(batches, start=1)
     ]
+    if not batches:
+        reducer.rows_done()
+    reducer.finish()
+    return results
 
 
 def _rate(config: Config, step: int, total: int) -> float:
@@ -202,10 +216,21 @@ def _rate(config: Config, step: int, total: int) -> float:
     )
 
 
-def _update(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def _update(
+    config: Config,
+    model: Eagle3Draft,
+    optimizer: torch.optim.Optimizer,
+    rate: float,
+    step: int,
+    batches: Sequence[Batch],
+) -> float:
+    """One step of the optimizer on the gradients' sum; returns their norm before clipping."""
+    norm = float(clip_gradients(model, config.train.max_grad_norm))
+    _refuse_non_finite(norm, step, batches)
     set_learning_rate(optimizer, rate)
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
+    return norm
 
 
 def _denominators(counts: StepCounts, kind: str) -> Tensor:

@@ -11,6 +11,7 @@ import math
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 def learning_rate(
@@ -58,6 +59,8 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scales all gradients down to a joint L2 norm of max_norm; returns the norm before it."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm(gradients)
+    if isinstance(norm, DTensor):  # of weights that ranks share
+        norm = norm.full_tensor()
     nn.utils.clip_grads_with_norm_(
         [p for p in model.parameters() if p.grad is not None], max_norm, norm
     )

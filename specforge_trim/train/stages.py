@@ -28,10 +28,12 @@ from specforge_trim.attention.backends import select_kernel
 from specforge_trim.attention.context_kv import ContextKV, GatheredKV
 from specforge_trim.attention.reference import ReferenceKV
 from specforge_trim.attention.rows import row_attention
+from specforge_trim.attention.shared_kv import GatheredOverRanks, SplitKV
 from specforge_trim.loss_terms import Objective
 from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.objective.linear_loss import SOFT_CE, LossMetrics, linear_loss
 from specforge_trim.objective.teacher import Teacher, TeacherTable
+from specforge_trim.parallel.layout import ALONE, Layout
 from specforge_trim.plan.segments import ChunkStep, RowChunk
 from specforge_trim.train.context_stage import ContextStage, StreamInputs
 
@@ -91,8 +93,13 @@ def ttt_step(
     teacher: Teacher,
     denominators: Tensor,
     settings: StepSettings,
+    layout: Layout = ALONE,
+    after_rows: Callable[[], None] | None = None,
 ) -> StepResult:
     """Add one micro-batch's gradients to the parameters' `.grad`.
+
+    With a layout whose ranks share sequences, all of them call this with their shards of one
+    batch; the gradients' sum over them is the batch's.
 
     Args:
         model: the draft; parameters of any float dtype.
@@ -101,6 +108,8 @@ def ttt_step(
         denominators: [K], what each step's loss is divided by: rows or supervised rows, summed
             over ranks and accumulated micro-batches (ttt-math: denominators).
         settings: see StepSettings.
+        layout: the ranks that share the batch's sequence.
+        after_rows: called when the gradients of the row-only weights are complete.
 
     Returns:
         Metric sums per TTT step on the model's device; nothing is read back here.
@@ -114,32 +123,52 @@ def ttt_step(
         )
     )
     rows = _RowStage(model, batch, stream, teacher, denominators, settings)
-    if batch.chunks:
+    shard = batch.shard
+    if batch.chunks if shard is None else not shard.is_empty:
+        # Reached by all ranks of a shared sequence or by none: a shard knows of all rows.
         context = ContextStage(
             model,
             batch,
             stream,
             dtype=settings.compute_dtype,
             chunk_tokens=settings.context_chunk,
-            make_context=_context_maker(batch, settings, device),
+            make_context=_context_maker(batch, settings, device, layout),
+            group=layout.sequence,
         )
         context.forward()
         for chunk in batch.chunks:
             rows.run(chunk, context)
+        if after_rows is not None:
+            after_rows()
         context.backward()
+    elif after_rows is not None:
+        after_rows()
     return StepResult(*rows.sums.unbind())
 
 
 def _context_maker(
-    batch: Batch, settings: StepSettings, device: torch.device
+    batch: Batch, settings: StepSettings, device: torch.device, layout: Layout
 ) -> Callable[[Tensor, Tensor], ContextKV]:
-    """(k0, v0) -> the home of a layer's context keys."""
+    """(k0, v0) of this rank's tokens -> the home of a layer's context keys."""
+    make: Callable[[Tensor, Tensor], ContextKV]
     if settings.backend == "reference":
         cu = batch.cu_seqlens
         doc_start = torch.repeat_interleave(cu[:-1], cu.diff()).to(device)
-        return functools.partial(ReferenceKV, doc_start=doc_start)
-    kernel = select_kernel(settings.backend, device=device, dtype=settings.compute_dtype)
-    return functools.partial(GatheredKV, kernel=kernel, max_keys=settings.max_keys)
+        make = functools.partial(ReferenceKV, doc_start=doc_start)
+    else:
+        kernel = select_kernel(settings.backend, device=device, dtype=settings.compute_dtype)
+        make = functools.partial(GatheredKV, kernel=kernel, max_keys=settings.max_keys)
+        if layout.splits_context:
+            return functools.partial(
+                SplitKV,
+                ulysses=layout.ulysses,
+                ring=layout.ring,
+                kernel=kernel,
+                max_keys=settings.max_keys,
+            )
+    if layout.sequence is None:
+        return make
+    return functools.partial(GatheredOverRanks, group=layout.sequence, make_local=make)
 
 
 class _RowStage:

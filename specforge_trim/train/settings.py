@@ -1,0 +1,77 @@
+"""What a configuration means for the ranks' groups, the planning of batches, and a step."""
+
+from __future__ import annotations
+
+import torch
+
+from specforge_trim.config import Config, sequence_degrees
+from specforge_trim.distributed import World
+from specforge_trim.loss_terms import parse_objective
+from specforge_trim.model.draft import Eagle3Draft
+from specforge_trim.parallel.layout import Layout, make_layout
+from specforge_trim.plan.memory import DEFAULT_ROW_MEMORY_MB, chunk_rows_for
+from specforge_trim.plan.shard import SequenceSplit
+from specforge_trim.train.batch import PlanSettings
+from specforge_trim.train.stages import StepSettings
+
+
+def sequence_layout(config: Config, world: World) -> Layout:
+    """The ranks' groups under this configuration; collective."""
+    if config.attention.attention_backend != "usp":
+        return make_layout(world)
+    ulysses, ring = sequence_degrees(config, world.size)
+    splits = config.parallel.sp_context != "gathered"
+    return make_layout(world, ulysses=ulysses, ring=ring, splits_context=splits)
+
+
+def _sequence_split(config: Config, layout: Layout) -> SequenceSplit | None:
+    if layout.sequence is None:
+        return None
+    return SequenceSplit(
+        rank=layout.sequence.rank,
+        size=layout.sequence.size,
+        rows=config.parallel.sp_rows,
+        gathered=not layout.splits_context,
+        ulysses=1 if layout.ulysses is None else layout.ulysses.size,
+    )
+
+
+def plan_settings(config: Config, model: Eagle3Draft, layout: Layout) -> PlanSettings:
+    """How batches are planned under this configuration."""
+    return PlanSettings(
+        ttt_length=config.loss.ttt_length,
+        alignment=config.loss.loss_alignment,
+        chain=config.loss.chain,
+        trim_loss_positions=config.trim.trim_loss_positions,
+        trim_backbone_rows=config.trim.trim_backbone_rows,
+        max_density=config.max_density,
+        chunk_rows=_chunk_rows(config, model),
+        dims=model.config.dims,
+        sequence=_sequence_split(config, layout),
+    )
+
+
+def _chunk_rows(config: Config, model: Eagle3Draft) -> int:
+    if config.attention.chunk_rows is not None:
+        return config.attention.chunk_rows
+    megabytes = config.attention.row_memory_mb
+    if megabytes is None:
+        megabytes = DEFAULT_ROW_MEMORY_MB[model.fc.weight.device.type]
+    return chunk_rows_for(
+        model.config.dims,
+        config.loss.ttt_length,
+        itemsize=getattr(torch, config.train.dtype).itemsize,
+        budget=megabytes << 20,
+    )
+
+
+def step_settings(config: Config) -> StepSettings:
+    """How a training step computes under this configuration."""
+    return StepSettings(
+        backend=config.local_attention,  # type: ignore[arg-type]
+        decay=config.loss.loss_decay,
+        objective=parse_objective(config.loss.objective, lk_eta=config.loss.lk_eta),
+        compute_dtype=getattr(torch, config.train.dtype),
+        context_chunk=config.attention.context_chunk_tokens,
+        max_keys=config.attention.max_keys_per_call,
+    )

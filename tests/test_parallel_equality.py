@@ -1,0 +1,264 @@
+"""Loss and every gradient of many ranks equal one rank's: 2 and 4 gloo ranks, fp64.
+
+Catches: keys or gradients of a neighbour's tokens lost at a rank boundary, gradients averaged
+instead of summed, a rank without rows or tokens that skips a collective, a causal block cut wrong
+at a window's edge, ids or teachers read past the halo, context gradients reduced before the last
+query has added its own.
+
+One world per rank count runs all cases; rank 0 compares with the whole batch computed alone.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from ranks import own_part, run_world, some_documents
+from ttt_case import make_batch, make_case, make_pack
+
+from specforge_trim.objective.teacher import Teacher
+from specforge_trim.parallel.layout import make_layout
+from specforge_trim.plan.shard import SequenceSplit, bytes_sent
+from specforge_trim.train.gradients import FullySharded, Replicated
+from specforge_trim.train.stages import StepSettings, ttt_step
+
+LENGTHS = (19, 7, 11)  # 37 tokens: divisible by neither 2 nor 4
+STEPS = 4
+
+
+def spread(*positions):
+    """Row masks of the three documents with ones at stream positions."""
+    total, masks = 0, []
+    for length in LENGTHS:
+        masks.append([int(total + t in positions) for t in range(length)])
+        total += length
+    return masks
+
+
+MASKS = {
+    "all ones": spread(*range(37)),
+    # 37 tokens over 2 ranks are cut at 19, over 4 at 10, 20, 30.
+    "rank boundaries": spread(8, 9, 10, 11, 17, 18, 19, 20, 21, 22, 28, 29, 30, 31, 32),
+    "last rank": spread(31, 32, 33, 34, 35),
+    "one point": spread(2),  # rows 0 to 2 only: ranks without tokens
+    "none": spread(),
+}
+
+
+def settings(backend="sdpa", dtype=torch.float64):
+    return StepSettings(backend=backend, compute_dtype=dtype, context_chunk=6)
+
+
+def new_case(mask, **changes):
+    sizes = dict(heads=8, kv_heads=4, head_dim=4, width=16, steps=STEPS, seed=5)
+    return make_case(MASKS[mask], **sizes | changes)
+
+
+def gradients(model):
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def one_rank(case, dense):
+    """Loss sums [K] and gradients of the whole batch."""
+    case.model.zero_grad(set_to_none=True)
+    result = ttt_step(
+        case.model,
+        make_batch(case, make_pack(case, dense=dense), chunk_rows=5),
+        teacher=case.teacher,
+        denominators=torch.full((STEPS,), 37.0),
+        settings=settings(),
+    )
+    return torch.stack(dataclasses.astuple(result)[:5]), gradients(case.model)
+
+
+def many_ranks(world, layout, case, dense, *, rows="dealt", backend="sdpa", reducer=Replicated):
+    """The same, summed over ranks; data ranks take every data_size-th document."""
+    case.model.zero_grad(set_to_none=True)
+    reducer = reducer(case.model, world)
+    own = some_documents(case, layout.data_rank, layout.data_size)
+    batch = None
+    if own.docs and layout.sequence is None:
+        batch = make_batch(own, make_pack(own, dense=dense), chunk_rows=5)
+    elif own.docs:
+        split = SequenceSplit(
+            rank=layout.sequence_rank,
+            size=layout.sequence_size,
+            rows=rows,
+            gathered=not layout.splits_context,
+            ulysses=1 if layout.ulysses is None else layout.ulysses.size,
+        )
+        pack, dims = make_pack(own, dense=dense), case.model.config.dims
+        batch = own_part(own, pack, split, chunk_rows=5, dims=dims)
+    reducer.begin()
+    if layout.sequence is not None:
+        layout.sequence.sent.clear()
+        if layout.ring is not None:
+            layout.ring.sent.clear()
+    sums = torch.zeros(5, STEPS, dtype=torch.float64)
+    if batch is None:
+        reducer.rows_done()
+    else:
+        result = ttt_step(
+            case.model,
+            batch,
+            teacher=case.teacher,
+            denominators=torch.full((STEPS,), 37.0),
+            settings=settings(backend),
+            layout=layout,
+            after_rows=reducer.rows_done,
+        )
+        sums = torch.stack(dataclasses.astuple(result)[:5])
+    reducer.finish()
+    if batch is not None and layout.sequence is not None:
+        check_bytes(layout, split, batch, case.model.config)
+    found = {}
+    for name, grad in gradients(case.model).items():
+        found[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    return world.sum(sums), found
+
+
+def check_bytes(layout, split, batch, config):
+    """What the plan says is sent equals what was counted where it was sent."""
+    if config.num_hidden_layers > 1 or (split.ulysses > 1 and not split.gathered):
+        return
+    counted = layout.sequence.bytes_sent
+    if not split.gathered:
+        counted += layout.ring.bytes_sent
+    planned = 0 if batch.shard.is_empty else bytes_sent(
+        batch.shard, split, batch.chunks,
+        kv_width=config.num_key_value_heads * config.head_dim, hidden=config.hidden_size,
+        itemsize=8, grad_itemsize=8,
+    )  # fmt: skip
+    assert counted == planned, (counted, planned)
+
+
+def compare(name, found, expected):
+    assert torch.equal(found[0][1:3].round(), expected[0][1:3].round()), name
+    pairs = {"sums": (found[0], expected[0])}
+    pairs |= {n: (found[1][n], g) for n, g in expected[1].items()}
+    for what, (a, b) in pairs.items():
+        scale = max(1.0, float(b.abs().max()))
+        error = float((a - b).abs().max()) / scale
+        assert error < 1e-10, f"{name}: {what} is off by {error:.1e}"
+    assert expected[0][0].any() == any(g.any() for g in expected[1].values()), name
+
+
+def kinds(world):
+    """name -> (layout, how rows are dealt, backend) of the sequence parallel cases."""
+    size = world.size
+    gathered = make_layout(world, ulysses=size)
+    found = {
+        "gathered, dealt": (gathered, "dealt", "sdpa"),
+        "gathered, owner": (gathered, "owner", "sdpa"),
+        "ulysses": (make_layout(world, ulysses=size, splits_context=True), "dealt", "sdpa"),
+        "ring": (make_layout(world, ring=size, splits_context=True), "dealt", "sdpa"),
+        "ring, owner": (make_layout(world, ring=size, splits_context=True), "owner", "sdpa"),
+        "data parallel": (make_layout(world), "dealt", "sdpa"),
+    }
+    if size == 2:
+        found["gathered, reference"] = (gathered, "dealt", "reference")
+    if size == 4:
+        both = make_layout(world, ulysses=2, ring=2, splits_context=True)
+        found["ulysses 2 x ring 2"] = (both, "dealt", "sdpa")
+        found["data 2 x gathered 2"] = (make_layout(world, ring=2), "dealt", "sdpa")
+        ring = make_layout(world, ring=2, splits_context=True)
+        found["data 2 x ring 2"] = (ring, "dealt", "sdpa")
+    return found
+
+
+def equality_main(world, whole):
+    layouts = kinds(world)
+    for mask in MASKS:
+        for dense in (False, True):
+            if dense and not whole and mask not in ("rank boundaries", "none"):
+                continue
+            case = new_case(mask)
+            expected = one_rank(case, dense) if world.is_main else None
+            for name, (layout, rows, backend) in layouts.items():
+                found = many_ranks(world, layout, case, dense, rows=rows, backend=backend)
+                if world.is_main:
+                    compare(f"{name}, {mask}, dense {dense}", found, expected)
+    deeper_main(world, layouts["gathered, dealt"][0])
+    fsdp_main(world)
+    positions_main(world)
+    if world.size == 4:
+        accumulation_main(world)
+
+
+def deeper_main(world, layout):
+    """Drafts of two layers, EAGLE-3.1 too: a lower layer's keys have queries on every rank."""
+    for changes in (dict(layers=2), dict(eagle31=True)):
+        case = new_case("rank boundaries", **changes)
+        expected = one_rank(case, False) if world.is_main else None
+        found = many_ranks(world, layout, case, False)
+        if world.is_main:
+            compare(f"gathered {changes}", found, expected)
+
+
+def fsdp_main(world):
+    layouts = {"fsdp": make_layout(world)}
+    layouts["fsdp x gathered"] = make_layout(world, ring=2)
+    layouts["fsdp x ring"] = make_layout(world, ring=2, splits_context=True)
+    for name, layout in layouts.items():
+        for mask, dense in (("rank boundaries", False), ("one point", False), ("all ones", True)):
+            expected = one_rank(new_case(mask), dense)
+            found = many_ranks(world, layout, new_case(mask), dense, reducer=FullySharded)
+            if world.is_main:
+                compare(f"{name}, {mask}, dense {dense}", found, expected)
+
+
+def positions_main(world):
+    """Every home covers positions 0..L-1 once and in order, over all ranks together."""
+    case = new_case("all ones")
+    pack = make_pack(case)
+    for ulysses in {1, 2, world.size}:
+        split = SequenceSplit(world.rank, world.size, gathered=False, ulysses=ulysses)
+        batch = own_part(case, pack, split)
+        own = torch.zeros(37, dtype=torch.int64)
+        own[slice(*batch.shard.tokens)] = 1
+        # The last position has no teacher, so no row attends to it.
+        assert world.sum(own).tolist() == [1] * 36 + [0]
+        starts = torch.zeros(world.size, dtype=torch.int64)
+        starts[world.rank] = batch.shard.tokens[0]
+        assert world.sum(starts).tolist() == [36 // world.size * r for r in range(world.size)]
+
+
+def accumulation_main(world):
+    """fp32: one rank that accumulates four micro-batches equals four ranks with one each."""
+    masks = [[0] * 5 + [1] * 6, [1] * 9, [0] * 12, [0] * 3 + [1] * 4]
+    case = make_case(masks, steps=STEPS, seed=9)
+    case.model.float()
+    teacher = Teacher(case.head.float(), case.teacher.draft_to_target, case.teacher.t2d)
+
+    def step(part, after_rows=None):
+        own = some_documents(case, part, 4)
+        ttt_step(
+            case.model,
+            make_batch(own, make_pack(own), dtype=torch.float32),
+            teacher=teacher,
+            denominators=torch.full((STEPS,), float(sum(map(len, masks)))),
+            settings=settings(dtype=torch.float32),
+            after_rows=after_rows,
+        )
+
+    for part in range(4):
+        step(part)
+    alone = gradients(case.model)
+    case.model.zero_grad(set_to_none=True)
+    reducer = Replicated(case.model, world)
+    reducer.begin()
+    sent = reducer._group
+    step(world.rank, reducer.rows_done)
+    reducer.finish()
+    numbers = sum(p.numel() for p in case.model.parameters() if p.requires_grad)
+    # Each gradient once per step, in two buckets: 2 (P-1)/P of its bytes.
+    assert abs(sent.bytes_sent - 2 * 3 * numbers * 4 // 4) <= 2
+    for name, grad in gradients(case.model).items():
+        error = float((grad - alone[name]).abs().max() / alone[name].abs().max().clamp(min=1e-3))
+        assert error < 1e-6, f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, 4])
+def test_parallel_every_layout_equals_one_rank(size, whole, tmp_path):
+    """Not whole: dense packs on two of the masks only."""
+    run_world(size, equality_main, tmp_path, whole)
