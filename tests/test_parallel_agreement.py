@@ -1,8 +1,4 @@
-"""Ranks on opposite sides of the guard's budget: one answer with the agreement, a hang without.
-
-The second test is the control of the first: with each rank following its own vote, the ring home's
-collectives no longer match, and the timeout ends the run with an error that names the rank.
-"""
+"""Ranks on opposite sides of the guard's budget come to one answer."""
 
 import dataclasses
 
@@ -54,8 +50,3 @@ def main(world, agree, splits_context):
 @pytest.mark.parametrize("splits_context", [False, True], ids=["gathered", "ring"])
 def test_parallel_opposite_votes_give_one_answer(splits_context, tmp_path):
     run_world(2, main, tmp_path, True, splits_context)
-
-
-def test_parallel_without_the_agreement_the_ring_hangs_and_is_caught(tmp_path):
-    with pytest.raises(AssertionError, match=r"PeerLost: rank \d: .* did not complete"):
-        run_world(2, main, tmp_path, False, True, seconds=5)
