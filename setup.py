@@ -25,6 +25,7 @@ setup(
         "jinja2>=3.1",
     ],
     extras_require={
+        "parquet": ["pyarrow>=15"],
         "flash": ["flash-attn>=2.7"],
         "track": ["tensorboard>=2.17", "wandb>=0.18"],
         "dev": [
@@ -34,6 +35,7 @@ setup(
             "hypothesis>=6.100",
             "ruff>=0.8",
             "mypy>=1.11",
+            "pyarrow>=15",
             "types-PyYAML",
             "types-tqdm",
         ],

@@ -95,8 +95,9 @@ def _parser(name: str, description: str, example: str, sections: Sequence[str]) 
 
 def _add_files(parser: Parser) -> None:
     parser.add_argument(
-        "files", nargs="*", metavar="DATA", help="JSONL files; default: train_data of the config"
-    )
+        "files", nargs="*", metavar="DATA",
+        help="data files (JSON lines, gzip, Parquet); default: train_data of the config",
+    )  # fmt: skip
 
 
 def _resolve(
@@ -213,7 +214,7 @@ def inspect_command(argv: Sequence[str]) -> None:
         "and the predicted share of work. Trains nothing. Without --config: the quickstart's\n"
         "target. Unusable rows never stop it; they are counted by reason.",
         "specforge-trim inspect examples/data/long_prompt.train.jsonl --index 3",
-        ("model", "data", "loss", "trim", "attention"),
+        ("model", "data", "loss", "trim", "attention", "train"),
     )
     _add_files(parser)
     parser.add_argument(
@@ -224,10 +225,22 @@ def inspect_command(argv: Sequence[str]) -> None:
         "--color", action=argparse.BooleanOptionalAction, default=sys.stdout.isatty(),
         help="colour by escape codes (default: on a terminal)",
     )  # fmt: skip
+    parser.add_argument(
+        "--paint", choices=("mask", "rows"), default="mask",
+        help="what the colours say: mask = which tokens carry loss, rows = how many TTT steps run "
+        "each row (default: mask)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--html", metavar="FILE",
+        help="write the report as one self-contained page instead, with plots and both paintings",
+    )  # fmt: skip
+    parser.add_argument(
+        "--conversations", type=int, default=8, metavar="INT",
+        help="conversations the page shows token by token (default: 8)",
+    )  # fmt: skip
     arguments, config = _resolve(parser, argv, RECIPE if RECIPE.is_file() else None)
     config = replace(config, data=replace(config.data, max_bad_fraction=1.0))
-    from specforge_trim import distributed, pipeline
-    from specforge_trim.data.inspect import inspect_terminal
+    from specforge_trim import distributed, pipeline, reports
 
     world = distributed.start(device="cpu")
     target = pipeline.open_target(config, world)
@@ -236,19 +249,10 @@ def inspect_command(argv: Sequence[str]) -> None:
     )
     if not 0 <= arguments.index < len(data):
         raise ConfigError(f"--index {arguments.index}: expected 0 to {len(data) - 1}")
-    print(
-        inspect_terminal(
-            data,
-            target.tokenizer(),
-            ttt_length=config.loss.ttt_length,
-            alignment=config.loss.loss_alignment,
-            chain=config.loss.chain,
-            dims=target.draft.dims,
-            max_density=config.max_density,
-            index=arguments.index,
-            color=arguments.color,
-        )
-    )
+    if arguments.html is None:
+        print(reports.terminal(config, target, data, arguments))
+    else:
+        print(reports.write_page(config, target, data, arguments))
 
 
 def export_command(argv: Sequence[str]) -> None:

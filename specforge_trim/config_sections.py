@@ -71,7 +71,9 @@ class DataConfig:
     """Conversations, their features, and how they are packed into batches."""
 
     train_data: tuple[str, ...] = option(
-        (), "JSONL files of conversations (messages or ShareGPT) to train on"
+        (),
+        "files of conversations to train on: JSON lines (also gzip) or Parquet; FILE@W is passed "
+        "over W times an epoch (0.5 = half of it, another half in the next)",
     )
     train_features: str | None = option(
         None,
@@ -83,7 +85,20 @@ class DataConfig:
         "folder for converted targets, tokenised data and features; all of it can be remade",
     )
     max_length: int = option(
-        8192, "longest conversation in tokens; longer ones are skipped and counted", at_least=4
+        8192, "longest conversation in tokens; what becomes of longer ones: too_long", at_least=4
+    )
+    too_long: str = option(
+        "drop",
+        "conversations beyond max_length: drop them, cut them off there, or split into pieces",
+        choices=("drop", "cut", "split"),
+    )
+    max_conversations: int | None = option(
+        None,
+        "train on this many conversations, drawn over all files by the seed; none = all",
+        at_least=1,
+    )
+    prepare_processes: int | None = option(
+        None, "processes that tokenise; none = one a core and 8 MB, at most 8", at_least=1
     )
     max_bad_fraction: float = option(
         0.1,

@@ -240,18 +240,23 @@ def _prepared(config: Config) -> Any | None:
     """The prepared data of this configuration when it lies in the cache, else None."""
     from transformers import AutoTokenizer
 
-    from specforge_trim.data.dataset import PreparedData, data_fingerprint
-    from specforge_trim.pipeline import mask_options
+    from specforge_trim.data.dataset import find_prepared
+    from specforge_trim.data.sources import parse_source
+    from specforge_trim.pipeline import drawn, mask_options
 
-    files = [Path(file) for file in config.data.train_data]
+    files = [Path(parse_source(entry).path) for entry in config.data.train_data]
     if not files or not all(file.is_file() for file in files):
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(_local_target(config), local_files_only=True)
     except (OSError, ValueError):
         return None
-    fingerprint = data_fingerprint(
-        files, tokenizer, max_length=config.data.max_length, masks=mask_options(config)
+    found = find_prepared(
+        files,
+        tokenizer,
+        cache_dir=config.cache_dir,
+        max_length=config.data.max_length,
+        too_long=config.data.too_long,
+        masks=mask_options(config),
     )
-    folder = config.cache_dir / "prepared" / fingerprint[:24]
-    return PreparedData.load(folder, files) if folder.exists() else None
+    return None if found is None else drawn(config, found)

@@ -23,6 +23,7 @@ from specforge_trim.config import Config, ConfigError
 from specforge_trim.config_checks import check_draft, sequence_degrees
 from specforge_trim.data.dataset import PreparedData, prepare
 from specforge_trim.data.peer_formats.folder import PeerData
+from specforge_trim.data.sources import Source, document_weights, parse_source
 from specforge_trim.data.supervision import MaskOptions
 from specforge_trim.distributed import World
 from specforge_trim.draft_setup import draft_config
@@ -78,17 +79,22 @@ def open_target(config: Config, world: World) -> Target:
 
 def data_files(config: Config, paths: Sequence[str] | None = None) -> list[str]:
     """`paths` or, without any, train_data; ConfigError when there is none or one is missing."""
-    files = list(paths or config.data.train_data)
-    if not files:
+    return [source.path for source in data_sources(config, paths)]
+
+
+def data_sources(config: Config, paths: Sequence[str] | None = None) -> list[Source]:
+    """The same with their weights."""
+    sources = [parse_source(entry) for entry in paths or config.data.train_data]
+    if not sources:
         raise ConfigError(
             "train_data names no file: pass --train-data FILE or set data.train_data"
         )
-    for file in files:
-        if Path(file).is_dir():
-            raise ConfigError(f"data file {file}: is a folder, expected a file of JSON lines")
-        if not Path(file).is_file():
-            raise ConfigError(f"data file {file}: no such file")
-    return files
+    for source in sources:
+        if Path(source.path).is_dir():
+            raise ConfigError(f"data file {source.path}: is a folder, expected a file")
+        if not Path(source.path).is_file():
+            raise ConfigError(f"data file {source.path}: no such file")
+    return sources
 
 
 def mask_options(config: Config) -> MaskOptions:
@@ -98,6 +104,12 @@ def mask_options(config: Config) -> MaskOptions:
         reasoning=config.data.supervise_reasoning,
         tool_calls=config.data.supervise_tool_calls,
     )
+
+
+def drawn(config: Config, data: PreparedData) -> PreparedData:
+    """The conversations that max_conversations leaves."""
+    count = config.data.max_conversations
+    return data if count is None else data.sample(count, seed=config.train.seed)
 
 
 def prepare_data(
@@ -119,11 +131,14 @@ def prepare_data(
             tokenizer,
             cache_dir=config.cache_dir,
             max_length=config.data.max_length,
+            too_long=config.data.too_long,
+            processes=config.data.prepare_processes,
             masks=mask_options(config),
             max_bad_fraction=config.data.max_bad_fraction,
             progress=world.is_main,
         )
     )
+    data = drawn(config, data)
     if announce:
         logger.log(logging.WARNING if data.skipped else logging.INFO, "%s", data.summary())
     return data
@@ -161,6 +176,7 @@ def train_draft(config: Config, world: World) -> TrainSummary:
             teacher=teacher,
             documents=documents,
             lengths=[int(length) for length in data.lengths],
+            weights=_weights(config, data),
             world=world,
             identity=run_identity(config, target, data, model, world),
             provenance=provenance(config),
@@ -173,6 +189,13 @@ def _data_ranks(config: Config, world: World) -> int:
         return world.size
     ulysses, ring = sequence_degrees(config, world.size)
     return world.size // (ulysses * ring)
+
+
+def _weights(config: Config, data: PreparedData | PeerData) -> tuple[float, ...] | None:
+    """How often an epoch holds each document; None = once."""
+    if isinstance(data, PeerData):
+        return None
+    return document_weights(data_sources(config), data.file_numbers)
 
 
 def run_identity(
@@ -188,6 +211,7 @@ def run_identity(
         "draft_vocab_tokens": kept,
         "data": data.fingerprint,
         "feature_dtype": config.data.feature_dtype,
+        "train_data weights": [parse_source(s).weight for s in config.data.train_data],
         "tokens_per_batch": config.data.tokens_per_batch,
         "ranks x accumulate": _data_ranks(config, world) * config.train.accumulate,
         "seed": config.train.seed,

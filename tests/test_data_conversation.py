@@ -144,7 +144,7 @@ def test_null_columns_that_become_text_later_and_one_long_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b"[\n{}]", "JSON array"), (b"\x1f\x8b\x08\x00", "gzip")]
+    ("content", "message"), [(b"[\n{}]", "JSON array"), (b"\x28\xb5\x2f\xfd", "zstd")]
 )
 def test_another_kind_of_file_is_one_error(tmp_path, content, message):
     path = tmp_path / "data.json"

@@ -10,7 +10,8 @@ import torch
 from chat_templates import assistant, chat_tokenizer, user
 
 from specforge_trim.data.dataset import prepare
-from specforge_trim.data.inspect import document_stats, inspect_terminal
+from specforge_trim.data.inspect import inspect_terminal
+from specforge_trim.data.inspect_stats import document_stats
 from specforge_trim.data.tokenize import Document
 from specforge_trim.plan.cost import DraftDims
 

@@ -1,12 +1,15 @@
-"""Bugs caught: a cache that survives an edited template, a changed file or another limit; half
+"""Bugs caught: a stopped run that starts over or ends in other bytes; two runs that write the same
+files; a cache that survives an edited template, a changed file or another limit; half
 written caches; rows lost without a count; a run that goes on with no data or mostly bad data.
 """
 
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import chat_templates as chat
@@ -14,7 +17,7 @@ import numpy as np
 import pytest
 from chat_templates import assistant, chat_tokenizer, user
 
-from specforge_trim.data import dataset
+from specforge_trim.data import dataset, shards
 from specforge_trim.data.conversation import Conversation
 from specforge_trim.data.dataset import PreparedData, prepare
 from specforge_trim.data.tokenize import render_and_mask
@@ -45,7 +48,7 @@ def count_work(monkeypatch):
     """Counts how often documents are really tokenised rather than read from the cache."""
     calls = []
     real = dataset._write
-    monkeypatch.setattr(dataset, "_write", lambda *a, **k: (calls.append(1), real(*a, **k)))
+    monkeypatch.setattr(dataset, "_write", lambda *a: (calls.append(1), real(*a)))
     return calls
 
 
@@ -126,7 +129,7 @@ def test_bad_and_long_rows_are_counted_and_listed(tmp_path):
     assert "1 x no user message" in data.summary()
     (report,) = (tmp_path / "cache" / "prepared").glob("*.bad_rows.jsonl")
     listed = [json.loads(line) for line in report.read_text().splitlines()]
-    assert [(item["source"], item["reason"]) for item in listed] == [
+    assert [(f"{item['file']}:{item['line']}", item["reason"]) for item in listed] == [
         (row.source, row.reason) for row in data.bad_rows
     ]
 
@@ -182,21 +185,91 @@ def test_a_missing_file_is_named(tmp_path):
         run(tmp_path / "nothing.jsonl", tmp_path)
 
 
-def test_an_interrupted_run_leaves_nothing_that_counts_as_prepared(tmp_path, monkeypatch):
-    path = write(tmp_path / "a.jsonl", rows(6))
-    real, seen = dataset.ChatTokenizer.document, []
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(shards, "_CHUNK_ROWS", 2)
 
-    def stop_at_the_third(self, row):
-        seen.append(row)
-        if len(seen) == 3:
+
+def contents(data: PreparedData) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in data.folder.iterdir()}
+
+
+@pytest.fixture
+def seven_rows(tmp_path):
+    """A data file with a bad row and one of 40,000 tokens; what an undisturbed run makes of it."""
+    long = {"messages": [user("x " * 20_000), assistant("a")]}
+    path = write(tmp_path / "a.jsonl", [*rows(3), "{", long, *rows(2, start=3)])
+    whole = run(path, tmp_path / "undisturbed", max_bad_fraction=1.0)
+    assert len(whole) == 5 and whole.num_rows == 7
+    return path, contents(whole)
+
+
+@pytest.mark.parametrize("stop_at", [0, 1, 3])
+def test_an_interrupted_run_continues_to_the_same_bytes(
+    tmp_path, monkeypatch, small_chunks, seven_rows, stop_at
+):
+    """Chunks of 2 rows, stopped in one: those before it are not made again."""
+    path, expected = seven_rows
+    real, made = shards.write_shard, []
+
+    def stop(chunk, chat, limit, work):
+        if chunk.number == stop_at and stop_at not in made:
+            made.append(stop_at)
+            (work / ".tmp-half").write_bytes(b"half")
             raise KeyboardInterrupt
-        return real(self, row)
+        made.append(chunk.number)
+        real(chunk, chat, limit, work)
 
-    monkeypatch.setattr(dataset.ChatTokenizer, "document", stop_at_the_third)
+    monkeypatch.setattr(shards, "write_shard", stop)
     with pytest.raises(KeyboardInterrupt):
-        run(path, tmp_path)
-    assert list((tmp_path / "cache" / "prepared").iterdir()) == []
-    assert len(run(path, tmp_path)) == 6
+        run(path, tmp_path, max_bad_fraction=1.0)
+    assert contents(run(path, tmp_path, max_bad_fraction=1.0)) == expected
+    assert made == [*range(stop_at), stop_at, *range(stop_at, 4)]
+    names = {entry.suffix for entry in (tmp_path / "cache" / "prepared").iterdir()}
+    assert names == {"", ".lock", ".jsonl"}
+
+
+def test_a_killed_run_continues_in_two_processes_to_the_same_bytes(
+    tmp_path, small_chunks, seven_rows
+):
+    path, expected = seven_rows
+    script = """
+import os, signal, sys
+from chat_templates import chat_tokenizer
+from specforge_trim.data import shards
+from specforge_trim.data.dataset import prepare
+
+real = shards.write_shard
+def write_shard(chunk, *rest):
+    if chunk.number == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(chunk, *rest)
+
+shards._CHUNK_ROWS, shards.write_shard = 2, write_shard
+prepare(sys.argv[1], chat_tokenizer(), cache_dir=sys.argv[2], max_length=200)
+"""
+    here = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", script, path, tmp_path / "cache"],
+        env=os.environ | {"PYTHONPATH": here},
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+    left = [p.name for p in (tmp_path / "cache" / "prepared").glob("*.work/*")]
+    assert sorted(left) == ["000000.safetensors", "000001.safetensors"]
+    tokenizer = chat_tokenizer()
+    tokenizer(["used with its own threads before"] * 64)
+    data = run(path, tmp_path, tokenizer, max_bad_fraction=1.0, processes=2)
+    assert contents(data) == expected
+
+
+def test_two_runs_at_once_do_the_work_once(tmp_path, count_work, seven_rows):
+    path, expected = seven_rows
+    count_work.clear()
+    with ThreadPoolExecutor(3) as pool:
+        found = pool.map(lambda _: run(path, tmp_path, max_bad_fraction=1.0), range(3))
+        assert all(contents(data) == expected for data in found)
+    assert len(count_work) == 1
 
 
 def test_a_cut_file_in_the_cache_is_an_error_that_names_it(tmp_path):
@@ -205,21 +278,6 @@ def test_a_cut_file_in_the_cache_is_an_error_that_names_it(tmp_path):
     ids.write_bytes(ids.read_bytes()[:-4])
     with pytest.raises(ValueError, match=r"input_ids\.bin has \d+ bytes"):
         run(path, tmp_path)
-
-
-def test_another_process_that_finishes_first_wins(tmp_path, monkeypatch):
-    path = write(tmp_path / "a.jsonl", rows(6))
-    real, inner = dataset._tokenize_files, []
-
-    def slow(*args, **kwargs):
-        if not inner:
-            inner.append(1)
-            run(path, tmp_path)  # the other process, start to end
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(dataset, "_tokenize_files", slow)
-    assert len(run(path, tmp_path)) == 6
-    assert len(list((tmp_path / "cache" / "prepared").iterdir())) == 1
 
 
 def test_a_pickled_data_set_is_opened_again_not_copied(tmp_path):
@@ -258,3 +316,58 @@ def test_padding_left_set_by_another_call_does_not_reach_the_documents(tmp_path)
     data = run(write(tmp_path / "a.jsonl", rows(2)), tmp_path, tokenizer)
     assert len(set(data.lengths)) == 1 and data.lengths[0] > 7
     assert tokenizer.decode(data[0].input_ids).endswith("answer 0<|im_end|>\n")
+
+
+LONG = {
+    "messages": [user("long " * 60), assistant("first"), user("next"), assistant("b " * 100)],
+}
+
+
+@pytest.mark.parametrize("policy", ["drop", "cut", "split"])
+def test_rows_beyond_max_length(tmp_path, policy):
+    """The pieces are cut from the ids of a run without a limit; the cost is counted by hand."""
+    path = write(tmp_path / "a.jsonl", [*rows(1), LONG])
+    whole = run(path, tmp_path, max_length=10_000)[1]
+    ids, mask = whole.input_ids.tolist(), whole.loss_mask.tolist()
+    size = 370
+    assert 2 * size > len(ids) > size and 0 < sum(mask[:size]) < sum(mask)
+    data = run(path, tmp_path, max_length=size, too_long=policy)
+    pieces = {"drop": [], "cut": [(0, size)], "split": [(0, size), (size, len(ids))]}[policy]
+    assert len(data) == 1 + len(pieces)
+    for document, (start, end) in zip(list(data)[1:], pieces, strict=True):
+        assert document.input_ids.tolist() == ids[start:end]
+        assert document.loss_mask.tolist() == mask[start:end]
+        place = f", from token {start} on" if start else ""
+        assert document.source == f"{path}:2{place}"
+    lost = {"drop": sum(mask), "cut": sum(mask[size:]), "split": 0}[policy]
+    assert (data.too_long.rows, data.too_long.lost, data.too_long.policy) == (1, lost, policy)
+    assert data.skipped == ({"longer than max_length": 1} if policy == "drop" else {})
+    assert f"1 beyond max_length ({policy}) cost {lost} supervised tokens" in data.summary()
+    assert data.supervised.tolist() == [int(d.loss_mask.sum()) for d in data]
+
+
+def test_a_cut_that_leaves_no_loss_is_counted(tmp_path):
+    path = write(tmp_path / "a.jsonl", [*rows(1), LONG])
+    data = run(path, tmp_path, max_length=100, too_long="cut")
+    assert len(data) == 1 and data.skipped == {"no supervised token within max_length": 1}
+    assert data.too_long.rows == 1
+
+
+def test_a_sample_is_drawn_over_all_files_by_content(tmp_path):
+    """100 rows of A and 100 of B, capped at 50: both are present, in any order of the files."""
+    one, two = (
+        write(tmp_path / "a.jsonl", rows(100)),
+        write(tmp_path / "b.jsonl", rows(100, start=100)),
+    )
+    data = run([one, two], tmp_path)
+    sample = data.sample(50, seed=0)
+    assert len(sample) == 50 and sample.fingerprint != data.fingerprint
+    counts = np.bincount(sample.file_numbers)
+    assert counts.sum() == 50 and counts.min() > 10
+    ids = {d.doc_id for d in sample}
+    assert ids <= {d.doc_id for d in data} and len(ids) == 50
+    assert ids == {d.doc_id for d in run([two, one], tmp_path).sample(50, seed=0)}
+    assert ids != {d.doc_id for d in data.sample(50, seed=1)}
+    assert [d.doc_id for d in pickle.loads(pickle.dumps(sample))] == [d.doc_id for d in sample]
+    assert sample.num_tokens == sum(len(d.input_ids) for d in sample)
+    assert data.sample(200, seed=0) is data

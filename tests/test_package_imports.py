@@ -44,9 +44,11 @@ MAY_IMPORT = {
 # Entry points: they may import everything, and nothing imports them.
 ENTRY_POINTS = {
     "cli", "draft_commands", "draft_setup", "dry_run", "running", "quickstart", "feature_sources",
-    "first_draft", "pipeline", "regeneration", "results", "__main__",
+    "first_draft", "pipeline", "regeneration", "reports", "results", "__main__",
 }  # fmt: skip
-OPTIONAL = {"flash_attn", "yunchang", "triton", "wandb", "tensorboard", "gguf", "accelerate"}
+OPTIONAL = {
+    "flash_attn", "yunchang", "triton", "wandb", "tensorboard", "gguf", "accelerate", "pyarrow"
+}  # fmt: skip
 
 
 def imported_modules(tree: ast.AST, module: str) -> list[tuple[int, str]]:

@@ -157,7 +157,7 @@ def test_train_path_inspect_predicts_the_work_kept(place, straight, capsys):
     data = str(place / "train.jsonl")
     assert main(["inspect", data, "--config", str(place / "recipe.yaml"), "--no-color"]) == 0
     out, err = capsys.readouterr()
-    assert "[[" in out and "<|im_end|>]]" in out
+    assert "[[" in out and "<|im_end|>]]" in out and "EXPECTED MEMORY" in out
     assert (out + err).count("8 of 8 conversations") == 1
 
 
@@ -170,6 +170,14 @@ def test_train_path_without_its_launcher_a_rank_stops(place, straight):
     with pytest.raises(PeerLost, match="torchrun .* is gone"):
         pipeline.train_draft(again, World(**alone, launcher=os.getpid()))
     assert rows(place / "orphan") == []
+
+
+def test_train_path_inspect_writes_a_page(place, straight, capsys):
+    data, page = str(place / "train.jsonl"), place / "pages" / "report.html"
+    recipe = str(place / "recipe.yaml")
+    assert main(["inspect", data, "--config", recipe, "--html", str(page)]) == 0
+    assert capsys.readouterr().out.strip() == str(page)
+    assert "<svg" in page.read_text() and "Expected memory" in page.read_text()
 
 
 class Unsupervised(pipeline.TrainingDocuments):

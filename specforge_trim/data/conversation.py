@@ -1,4 +1,4 @@
-"""Read rows from JSON lines, keeping the place of every row.
+"""Read rows from data files, keeping the place of every row.
 
 One job: a line of a data file becomes a row (rows.py) or a BadRow that names file, line and
 reason. Nothing is dropped without one of the two. Rows are read with the json module, so nested
@@ -18,11 +18,12 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from specforge_trim.data.files import read_lines
 from specforge_trim.data.messages import parse_messages, parse_tools
 from specforge_trim.data.rows import BadRow, Conversation, Row, RowError, TextRow, TokenRow, quote
 
 __all__ = [
-    "BadRow", "Conversation", "Row", "RowError", "TextRow", "TokenRow", "parse_row",
+    "BadRow", "Conversation", "Row", "RowError", "TextRow", "TokenRow", "parse_line", "parse_row",
     "read_conversations",
 ]  # fmt: skip
 
@@ -36,25 +37,17 @@ _NO_LABEL = -100  # what training code writes into labels where there is no loss
 def read_conversations(
     path: str | Path, *, on_bytes: Callable[[int], object] = lambda count: None
 ) -> Iterator[Row | BadRow]:
-    """Yield one row or BadRow per non-blank line of a JSON-lines file, in order.
+    """Yield one row or BadRow per row of a data file, in order; see files.read_lines."""
+    for number, raw in read_lines(path, on_bytes=on_bytes):
+        yield parse_line(raw, source=f"{path}:{number}")
 
-    on_bytes is called with the size of each line read, for a progress bar.
-    Raises FileNotFoundError or another OSError when the file cannot be read, ValueError when the
-    file as a whole is something else than JSON lines (a JSON array, a compressed file).
-    """
-    path = Path(path)
-    with path.open("rb") as file:
-        _check_file_kind(path, file.read(64))
-        file.seek(0)
-        for number, raw in enumerate(file, start=1):
-            on_bytes(len(raw))
-            if not raw.strip():
-                continue
-            source = f"{path}:{number}"
-            try:
-                yield parse_row(_parse_json(raw), source=source)
-            except RowError as error:
-                yield BadRow(source, error.reason, error.detail)
+
+def parse_line(raw: bytes, *, source: str) -> Row | BadRow:
+    """One line of a data file."""
+    try:
+        return parse_row(_parse_json(raw), source=source)
+    except RowError as error:
+        return BadRow(source, error.reason, error.detail)
 
 
 def parse_row(row: object, *, source: str) -> Row:
@@ -84,14 +77,6 @@ def parse_row(row: object, *, source: str) -> Row:
         raise RowError(f"row has none of {known}", f"keys {quote(list(row))}")
     messages = parse_messages(raw, system=row.get("system"))
     return Conversation(messages, parse_tools(row.get("tools")), source)
-
-
-def _check_file_kind(path: Path, head: bytes) -> None:
-    """Files that are not JSON lines at all get one message, not one per line."""
-    if head[:2] == b"\x1f\x8b":
-        raise ValueError(f"{path} is gzip-compressed; expected JSON lines as plain text")
-    if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
-        raise ValueError(f"{path} is one JSON array; expected JSON lines, one object per line")
 
 
 def _parse_json(raw: bytes) -> object:

@@ -4,131 +4,47 @@ One job: files -> PreparedData, kept in a cache folder under a name made of the 
 on: the bytes of the data files, the tokenizer, the text of its chat template, the options. A file
 path is not part of the name; places of rows are stored as file number and line.
 
-    <cache_dir>/prepared/<fingerprint>/        written under a temporary name, renamed when whole
-        input_ids.bin    int32  [tokens]
-        loss_mask.bin    bool   [tokens]
-        index.bin        int64  [documents, 3]    end in tokens, file number, line
-        doc_ids.bin      bytes  [documents, 32]   sha256
-        manifest.json    counts, bad rows, options
-    <cache_dir>/prepared/<fingerprint>.bad_rows.jsonl    source, reason, detail per row not used
+    <cache_dir>/prepared/<name>/                 whole, or not there (files: see prepared.py)
+    <cache_dir>/prepared/<name>.work/            shards of a run that was stopped
+    <cache_dir>/prepared/<name>.lock             held by the process that works on it
+    <cache_dir>/prepared/<name>.bad_rows.jsonl   file, line, reason, detail per row not used
 """
 
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import shutil
 import sys
-import tempfile
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import tokenizers
-import torch
 import transformers
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from specforge_trim.data.conversation import BadRow, RowError, read_conversations
+from specforge_trim.data.atomic import replaced
+from specforge_trim.data.prepared import PreparedData, reasons
+from specforge_trim.data.shards import (
+    NO_LOSS_LEFT,
+    POLICIES,
+    TOO_LONG,
+    Limit,
+    join_shards,
+    make_shards,
+)
 from specforge_trim.data.supervision import MaskOptions
-from specforge_trim.data.tokenize import ChatTokenizer, Document
+from specforge_trim.data.tokenize import ChatTokenizer
 
-_FORMAT = 2  # raise when the stored layout or the meaning of a mask changes
+__all__ = ["PreparedData", "data_fingerprint", "find_prepared", "prepare"]
 
-TOO_LONG = "longer than max_length"
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class PreparedData:
-    """Tokenised documents, read lazily from their folder.
-
-    len() and [i] give Documents in file order. folder holds the files; paths are the data files in
-    the caller's order, for the places of rows. skipped counts every row not used by reason,
-    bad_rows lists them; num_rows = len() + the sum of skipped.
-    """
-
-    folder: Path
-    paths: tuple[str, ...]
-    fingerprint: str
-    num_rows: int
-    num_tokens: int
-    num_supervised: int
-    skipped: Counter
-    bad_rows: tuple[BadRow, ...]
-    _ids: np.ndarray
-    _mask: np.ndarray
-    _index: np.ndarray
-    _doc_ids: np.ndarray
-
-    @classmethod
-    def load(cls, folder: str | Path, paths: Sequence[str | Path]) -> "PreparedData":
-        """Open a prepared folder; ValueError when it is not one, or its files are not whole."""
-        folder, paths = Path(folder), tuple(str(path) for path in paths)
-        try:
-            manifest = json.loads((folder / "manifest.json").read_text())
-        except FileNotFoundError:
-            raise ValueError(f"{folder} holds no prepared data (no manifest.json)") from None
-        documents, tokens = manifest["num_documents"], manifest["num_tokens"]
-        return cls(
-            folder=folder,
-            paths=paths,
-            fingerprint=manifest["fingerprint"],
-            num_rows=manifest["num_rows"],
-            num_tokens=tokens,
-            num_supervised=manifest["num_supervised"],
-            skipped=Counter(manifest["skipped"]),
-            bad_rows=tuple(
-                BadRow(f"{paths[file]}:{line}", reason, detail)
-                for file, line, reason, detail in manifest["bad_rows"]
-            ),
-            _ids=_map(folder / "input_ids.bin", np.dtype("<i4"), (tokens,)),
-            _mask=_map(folder / "loss_mask.bin", np.dtype(bool), (tokens,)),
-            _index=_map(folder / "index.bin", np.dtype("<i8"), (documents, 3)),
-            _doc_ids=_map(folder / "doc_ids.bin", np.dtype(np.uint8), (documents, 32)),
-        )
-
-    def __reduce__(self):
-        return PreparedData.load, (self.folder, self.paths)
-
-    def __repr__(self) -> str:
-        return f"PreparedData({self.folder}: {self.summary()})"
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def __getitem__(self, i: int) -> Document:
-        if not -len(self) <= i < len(self):
-            raise IndexError(f"document {i} of {len(self)}")
-        i %= len(self)
-        start = int(self._index[i - 1, 0]) if i else 0
-        end, file, line = (int(value) for value in self._index[i])
-        return Document(
-            torch.from_numpy(self._ids[start:end].astype(np.int64)),
-            torch.from_numpy(np.array(self._mask[start:end])),
-            f"{self.paths[file]}:{line}",
-            self._doc_ids[i].tobytes().hex(),
-        )
-
-    def __iter__(self):
-        return (self[i] for i in range(len(self)))
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens per document, int64 [documents]."""
-        return np.diff(self._index[:, 0], prepend=0)
-
-    def summary(self) -> str:
-        """One line: rows used and not used, tokens, supervised share."""
-        share = 100 * self.num_supervised / max(1, self.num_tokens)
-        text = (
-            f"{len(self)} of {self.num_rows} conversations, {self.num_tokens} tokens, "
-            f"{self.num_supervised} supervised ({share:.1f} %)"
-        )
-        if self.skipped:
-            text += f"; not used: {_reasons(self.skipped)}"
-        return text
+_FORMAT = 3  # raise when the stored layout or the meaning of a mask changes
+_BYTES_PER_PROCESS = 8 << 20  # less data than this is not worth the seconds a process starts in
+_MOST_PROCESSES = 8
+_SHOWN = 3  # bad rows quoted in an error
+_log = logging.getLogger(__name__)
 
 
 def prepare(
@@ -137,41 +53,80 @@ def prepare(
     *,
     cache_dir: str | Path,
     max_length: int,
+    too_long: str = "drop",
     masks: MaskOptions | None = None,
     max_bad_fraction: float = 0.1,
+    processes: int | None = None,
     progress: bool = True,
 ) -> PreparedData:
     """Tokenise data files with their loss masks, or open the cached result.
 
-    Documents of more than max_length tokens are left out and counted, as are bad rows (unreadable,
-    refused by the chat template, without an exact mask). masks says which of the assistant's text
-    carries loss. Raises ValueError when nothing is left or
-    when more than max_bad_fraction of the rows are bad (too long ones do not count as bad), and
-    OSError when a file cannot be read or written. A progress bar goes to stderr.
+    paths      JSON lines (also gzip) or Parquet
+    max_length, too_long   rows of more than max_length tokens: "drop" leaves them out, "cut" keeps
+               their first max_length tokens, "split" makes pieces that are documents of their own
+    masks      which of the assistant's text carries loss
+    processes  None: one per core and 8 MB of data, at most 8; 1: this process alone
+    progress   a bar on stderr
+
+    Rows that cannot be used (unreadable, refused by the chat template, without an exact mask) are
+    left out, counted and listed in a file. A stopped run continues where it was; two runs at once
+    do the work once. Raises ValueError when nothing is left or when more than max_bad_fraction of
+    the rows are bad (too long ones do not count), OSError when a file cannot be read or written.
     """
     paths = [paths] if isinstance(paths, (str, Path)) else list(paths)
-    if not paths:
-        raise ValueError("no data file given; name at least one JSON-lines file")
-    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 2:
-        raise ValueError(f"max_length must be an integer of at least 2, got {max_length!r}")
-    if not 0 <= max_bad_fraction <= 1:
-        raise ValueError(f"max_bad_fraction must be in [0, 1], got {max_bad_fraction!r}")
-    masks = masks or MaskOptions()
-    fingerprint = data_fingerprint(paths, tokenizer, max_length=max_length, masks=masks)
-    root = Path(cache_dir) / "prepared"
-    root.mkdir(parents=True, exist_ok=True)
-    folder = root / fingerprint[:24]
+    _check(paths, max_length, too_long, max_bad_fraction, processes)
+    masks, limit = masks or MaskOptions(), Limit(max_length, too_long)
+    fingerprint = data_fingerprint(paths, tokenizer, limit=limit, masks=masks)
+    folder = _folder(cache_dir, fingerprint)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     if not folder.exists():
-        chat = ChatTokenizer(tokenizer, masks=masks)
-        _write(folder, fingerprint, paths, chat, max_length=max_length, progress=progress)
+        with _only_one(folder.with_suffix(".lock")):
+            if not folder.exists():  # or else another process has done it meanwhile
+                chat = ChatTokenizer(tokenizer, masks=masks)
+                _write(folder, fingerprint, paths, chat, limit, processes, progress)
+    shutil.rmtree(folder.with_suffix(".work"), ignore_errors=True)  # killed as it removed it
     data = PreparedData.load(folder, paths)
-    report = _write_bad_rows(folder.with_suffix(".bad_rows.jsonl"), data.bad_rows)
+    report = _write_bad_rows(folder.with_suffix(".bad_rows.jsonl"), data)
     _check_usable(data, max_bad_fraction, report)
+    if report is not None:
+        _log.warning("rows not used, with their reasons: %s", report)
     return data
 
 
+def find_prepared(
+    paths: Sequence[str | Path],
+    tokenizer,
+    *,
+    cache_dir: str | Path,
+    max_length: int,
+    too_long: str = "drop",
+    masks: MaskOptions | None = None,
+) -> PreparedData | None:
+    """What prepare() has made of the same files and options before; None when it has not."""
+    limit, masks = Limit(max_length, too_long), masks or MaskOptions()
+    folder = _folder(cache_dir, data_fingerprint(paths, tokenizer, limit=limit, masks=masks))
+    return PreparedData.load(folder, paths) if folder.exists() else None
+
+
+def _folder(cache_dir: str | Path, fingerprint: str) -> Path:
+    return Path(cache_dir) / "prepared" / fingerprint[:24]
+
+
+def _check(paths, max_length, too_long, max_bad_fraction, processes) -> None:
+    if not paths:
+        raise ValueError("no data file given; name at least one JSON-lines or Parquet file")
+    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 2:
+        raise ValueError(f"max_length must be an integer of at least 2, got {max_length!r}")
+    if too_long not in POLICIES:
+        raise ValueError(f"too_long must be one of {', '.join(POLICIES)}, got {too_long!r}")
+    if not 0 <= max_bad_fraction <= 1:
+        raise ValueError(f"max_bad_fraction must be in [0, 1], got {max_bad_fraction!r}")
+    if processes is not None and processes < 1:
+        raise ValueError(f"processes must be at least 1 or None, got {processes!r}")
+
+
 def data_fingerprint(
-    paths: Sequence[str | Path], tokenizer, *, max_length: int, masks: MaskOptions
+    paths: Sequence[str | Path], tokenizer, *, limit: Limit, masks: MaskOptions
 ) -> str:
     """sha256 (hex) of everything prepared data depends on, see the module's first lines."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -184,7 +139,7 @@ def data_fingerprint(
         "special_tokens": {k: str(v) for k, v in tokenizer.special_tokens_map.items()},
         "chat_template": tokenizer.chat_template,
         "versions": [tokenizers.__version__, transformers.__version__],
-        "max_length": max_length,
+        "limit": dataclasses.asdict(limit),
         "masks": dataclasses.asdict(masks),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -195,111 +150,70 @@ def _file_digest(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _write(folder: Path, fingerprint: str, paths, chat, *, max_length, progress) -> None:
-    """Tokenise into a temporary folder and rename it; another process may get there first."""
-    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+def _only_one(path: Path) -> FileLock:
+    """The lock, taken; the system releases it when its process ends in any way."""
+    lock = FileLock(path)
     try:
-        manifest = {"fingerprint": fingerprint, "max_length": max_length}
-        manifest |= _tokenize_files(work, paths, chat, max_length=max_length, progress=progress)
-        (work / "manifest.json").write_text(json.dumps(manifest, indent=1))
-        try:
-            work.rename(folder)
-        except OSError:
-            if not (folder / "manifest.json").exists():
-                raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        _log.info("another process prepares the same data; waiting for it")
+        lock.acquire()
+    return lock
 
 
-def _tokenize_files(work: Path, paths, chat: ChatTokenizer, *, max_length, progress) -> dict:
-    """Write the .bin files; returns the manifest's counts and bad rows."""
-    total, supervised, rows = 0, 0, 0
-    index: list[tuple[int, int, int]] = []
-    bad: list[tuple[int, int, str, str]] = []
+def _write(folder: Path, fingerprint, paths, chat, limit: Limit, processes, progress) -> None:
+    """Make or complete the shards, join them, rename the result; a stop leaves whole shards."""
+    work = folder.with_suffix(".work")
+    work.mkdir(exist_ok=True)
     size = sum(os.path.getsize(path) for path in paths)
-    with (
-        open(work / "input_ids.bin", "wb") as ids_file,
-        open(work / "loss_mask.bin", "wb") as mask_file,
-        open(work / "doc_ids.bin", "wb") as doc_file,
-        tqdm(
-            total=size, unit="B", unit_scale=True, desc="tokenize", file=sys.stderr,
-            disable=not progress,
-        ) as bar,
-    ):  # fmt: skip
-        for file_number, path in enumerate(paths):
-            for row in read_conversations(path, on_bytes=bar.update):
-                rows += 1
-                line = int(row.source.rpartition(":")[2])
-                if isinstance(row, BadRow):
-                    bad.append((file_number, line, row.reason, row.detail))
-                    continue
-                try:
-                    document = chat.document(row)
-                    _check_length(document, max_length)
-                except RowError as error:
-                    bad.append((file_number, line, error.reason, error.detail))
-                    continue
-                ids_file.write(document.input_ids.numpy().astype("<i4").tobytes())
-                mask_file.write(document.loss_mask.numpy().tobytes())
-                doc_file.write(bytes.fromhex(document.doc_id))
-                total += len(document.input_ids)
-                supervised += int(document.loss_mask.sum())
-                index.append((total, file_number, line))
-    (work / "index.bin").write_bytes(np.array(index, dtype="<i8").tobytes())
-    return {
-        "num_rows": rows,
-        "num_documents": len(index),
-        "num_tokens": total,
-        "num_supervised": supervised,
-        "skipped": dict(Counter(reason for _, _, reason, _ in bad).most_common()),
-        "bad_rows": bad,
-    }
+    if processes is None:
+        cores = len(os.sched_getaffinity(0))
+        processes = max(1, min(cores, _MOST_PROCESSES, size // _BYTES_PER_PROCESS))
+    with tqdm(
+        total=size, unit="B", unit_scale=True, desc="tokenize", file=sys.stderr,
+        disable=not progress,
+    ) as bar:  # fmt: skip
+        count = make_shards(paths, chat, limit, work, processes=processes, on_bytes=bar.update)
+    out = work / "joined"
+    out.mkdir(exist_ok=True)
+    manifest = {"fingerprint": fingerprint, **join_shards(work, count, out)}
+    manifest["too_long"]["policy"] = limit.policy
+    (out / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    out.rename(folder)
+    shutil.rmtree(work)
 
 
-def _check_length(document: Document, max_length: int) -> None:
-    if len(document.input_ids) > max_length:
-        raise RowError(TOO_LONG, f"{len(document.input_ids)} tokens, max_length {max_length}")
-
-
-def _map(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """A read-only view of a .bin file, which must have exactly the size its manifest says."""
-    expected = dtype.itemsize * int(np.prod(shape))
-    found = path.stat().st_size if path.exists() else 0
-    if found != expected:
-        raise ValueError(f"{path} has {found} bytes, expected {expected}; delete {path.parent}")
-    return np.memmap(path, dtype, "r", shape=shape) if expected else np.zeros(shape, dtype)
-
-
-def _write_bad_rows(path: Path, rows: Sequence[BadRow]) -> Path | None:
+def _write_bad_rows(path: Path, data: PreparedData) -> Path | None:
     """The rows not used, beside the cache; no file when there are none."""
-    if not rows:
+    if not data.skipped:
         path.unlink(missing_ok=True)
         return None
-    lines = [
-        json.dumps({"source": row.source, "reason": row.reason, "detail": row.detail})
-        for row in rows
-    ]
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    with os.fdopen(handle, "w") as file:
-        file.write("\n".join(lines) + "\n")
-    os.replace(name, path)
+    with replaced(path) as temporary, open(temporary, "w") as file:
+        for row in data.read_bad_rows():
+            name, _, line = row.source.rpartition(":")
+            row_json = {
+                "file": name,
+                "line": int(line),
+                "reason": row.reason,
+                "detail": row.detail,
+            }
+            file.write(json.dumps(row_json) + "\n")
     return path
 
 
 def _check_usable(data: PreparedData, max_bad_fraction: float, report: Path | None) -> None:
     names = ", ".join(data.paths)
-    bad = [row for row in data.bad_rows if row.reason != TOO_LONG]
-    shown = "".join(f"\n  {row}" for row in (bad or data.bad_rows)[:3])
+    long = (TOO_LONG, NO_LOSS_LEFT)
+    bad = sum(count for reason, count in data.skipped.items() if reason not in long)
+    if len(data) and bad <= max_bad_fraction * data.num_rows:
+        return
+    quoted = (row for row in data.read_bad_rows() if not bad or row.reason not in long)
+    shown = "".join(f"\n  {row}" for row, _ in zip(quoted, range(_SHOWN), strict=False))
     where = f"{shown}\nall of them: {report}" if report else ""
     if not len(data):
-        reasons = _reasons(data.skipped) or "no rows"
-        raise ValueError(f"no usable conversation in {names} ({reasons}){where}")
-    if len(bad) > max_bad_fraction * data.num_rows:
-        raise ValueError(
-            f"{len(bad)} of {data.num_rows} rows in {names} cannot be used, more than "
-            f"max_bad_fraction {max_bad_fraction:g} ({_reasons(data.skipped)}){where}"
-        )
-
-
-def _reasons(skipped: Counter) -> str:
-    return ", ".join(f"{count} x {reason}" for reason, count in skipped.most_common())
+        found = reasons(data.skipped) or "no rows"
+        raise ValueError(f"no usable conversation in {names} ({found}){where}")
+    raise ValueError(
+        f"{bad} of {data.num_rows} rows in {names} cannot be used, more than "
+        f"max_bad_fraction {max_bad_fraction:g} ({reasons(data.skipped)}){where}"
+    )

@@ -5,39 +5,28 @@ One job: PreparedData in, a text for the terminal out. Nothing is trained or wri
 
 import statistics
 import unicodedata
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from specforge_trim.data.dataset import PreparedData
-from specforge_trim.data.tokenize import Document
-from specforge_trim.plan.cost import STAGES, DraftDims, PackCost, pack_cost
-from specforge_trim.plan.guard import documents_in_budget
-from specforge_trim.plan.pack import TrimPack, build_trim_pack, dense_pack
-from specforge_trim.plan.rows import row_mask
+from specforge_trim.data.inspect_stats import (
+    DocumentStats,
+    by_length,
+    document_pack,
+    last_steps,
+    median_density,
+    median_supervised,
+    sampled_stats,
+    total_cost,
+)
+from specforge_trim.data.prepared import PreparedData
+from specforge_trim.plan.cost import STAGES, DraftDims
+from specforge_trim.plan.pack import TrimPack
 
 _GREEN, _DIM, _BOLD, _OFF = "\x1b[1;32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 _EDGE_WITHOUT_LOSS = 60  # tokens shown at each end of a long stretch without loss
 _EDGE_WITH_LOSS = 400
-_FIRST_BUCKET = 256
-
-
-@dataclass(frozen=True)
-class DocumentStats:
-    """One document's numbers.
-
-    tokens; supervised share of tokens; density, the share of rows that steps >= 1 run (what the
-    guard compares with its limit); refused, whether the guard gives it all rows; cost of the pack
-    that training would use, None when the document has no row that can reach a loss.
-    """
-
-    tokens: int
-    supervised: float
-    density: float
-    refused: bool
-    cost: PackCost | None
 
 
 def inspect_terminal(
@@ -51,13 +40,18 @@ def inspect_terminal(
     max_density: float,
     index: int = 0,
     color: bool = True,
+    paint: str = "mask",
+    memory: Mapping[str, int] | None = None,
     max_documents: int = 2000,
 ) -> str:
     """The report `specforge-trim inspect` prints.
 
     index       the conversation to show token by token
     color       ANSI colours; without them supervised text stands between [[ and ]]
+    paint       what the colours say: "mask", which tokens carry loss, or "rows", how many TTT
+                steps run each row
     max_density the guard's limit
+    memory      bytes of the largest training step by what they hold; shown when given
     max_documents  statistics rest on this many documents at most, evenly spaced
 
     Raises ValueError for an index that does not exist.
@@ -67,17 +61,18 @@ def inspect_terminal(
             f"index {index}: expected 0 to {len(data) - 1}, the prepared conversations"
         )
     settings = dict(ttt_length=ttt_length, alignment=alignment, chain=chain)
-    every = -(-len(data) // max_documents)
-    stats = [
-        document_stats(data[i], dims=dims, max_density=max_density, **settings)
-        for i in range(0, len(data), every)
-    ]
+    stats = sampled_stats(
+        data, dims=dims, max_density=max_density, max_documents=max_documents, **settings
+    )
+    pack = document_pack(data[index], **settings)
+    shown = pack if paint == "rows" else None
     blocks = [
         f"DATA   {', '.join(data.paths)}\n{data.summary()}",
-        show_document(data, tokenizer, index=index, color=color),
-        _rows_table(document_pack(data[index], **settings)),
-        _bucket_table(stats, sampled=len(data) if every > 1 else None),
+        show_document(data, tokenizer, index=index, color=color, pack=shown),
+        _rows_table(pack),
+        _bucket_table(stats, sampled=len(data) if len(stats) < len(data) else None),
         _work_table(stats),
+        *([] if memory is None else [_memory_table(memory)]),
         _reading(stats, ttt_length=ttt_length, max_density=max_density),
         _not_used(data),
     ]
@@ -86,78 +81,70 @@ def inspect_terminal(
     return "\n\n".join(blocks) + "\n"
 
 
-def document_pack(document: Document, *, ttt_length: int, alignment: str, chain: str) -> TrimPack:
-    """The trimmed pack of one document on its own."""
-    rows = row_mask(document.loss_mask, alignment=alignment)
-    return build_trim_pack(rows, ttt_length=ttt_length, chain=chain)
+def show_document(
+    data: PreparedData, tokenizer, *, index: int, color: bool, pack: TrimPack | None = None
+) -> str:
+    """One document's text, painted; the middle of long stretches is left out.
 
-
-def document_stats(
-    document: Document,
-    *,
-    ttt_length: int,
-    alignment: str,
-    chain: str,
-    dims: DraftDims,
-    max_density: float,
-) -> DocumentStats:
-    """What training would run of one document, and what it would cost."""
-    pack = document_pack(document, ttt_length=ttt_length, alignment=alignment, chain=chain)
-    refused = not bool(documents_in_budget(pack, max_density).all())
-    density, live = pack.density, bool(pack.supervised.numel())
-    if refused:
-        rows = row_mask(document.loss_mask, alignment=alignment)
-        pack = dense_pack(rows, ttt_length=ttt_length, chain=chain)
-    return DocumentStats(
-        tokens=len(document.input_ids),
-        supervised=float(document.loss_mask.float().mean()),
-        density=density,
-        refused=refused,
-        cost=pack_cost(pack, dims) if live else None,
-    )
-
-
-def show_document(data: PreparedData, tokenizer, *, index: int, color: bool) -> str:
-    """One document's text, marked by loss mask; the middle of long stretches is left out."""
+    Without a pack by loss mask. With one by rows: a stretch's shade, or in plain text its number,
+    is how many TTT steps run its rows.
+    """
     document = data[index]
     count, supervised = len(document.input_ids), int(document.loss_mask.sum())
-    legend = f"{_GREEN}green{_OFF}" if color else "[[between brackets]]"
-    lines = [
-        f"CONVERSATION {index % len(data)}   {document.source}",
-        f"{count:,} tokens, {supervised:,} of them with loss ({_percent(supervised / count)}); "
-        f"text with loss is {legend}",
-        "",
-    ]
-    text = "".join(
-        _mark(_stretch(tokenizer, ids, has_loss=has_loss), has_loss=has_loss, color=color)
-        for ids, has_loss in _runs(document.input_ids, document.loss_mask)
+    if pack is None:
+        kinds, paints = document.loss_mask.long(), [_DIM, _GREEN]
+        legend = "text with loss is " + (
+            f"{_GREEN}green{_OFF}" if color else "[[between brackets]]"
+        )
+    else:
+        kinds = last_steps(pack) + 1
+        paints = [
+            _DIM,
+            *(f"\x1b[38;5;{_shade(i, pack.ttt_length)}m" for i in range(pack.ttt_length)),
+        ]
+        legend = "rows by the number of TTT steps that run them: " + "  ".join(
+            _mark(f"{k}", kind=k, paints=paints, color=color) for k in range(pack.ttt_length + 1)
+        )
+    head = (
+        f"CONVERSATION {index % len(data)}   {document.source}\n"
+        f"{count:,} tokens, {supervised:,} of them with loss ({percent(supervised / count)}); "
+        f"{legend}\n\n"
     )
-    return "\n".join(lines) + text.rstrip("\n")
+    text = "".join(
+        _mark(_stretch(tokenizer, ids, kind=kind), kind=kind, paints=paints, color=color)
+        for ids, kind in _runs(document.input_ids, kinds)
+    )
+    return head + text.rstrip("\n")
 
 
-def _runs(ids: Tensor, mask: Tensor) -> Iterator[tuple[list[int], bool]]:
-    """Maximal stretches of equal mask: token ids, and whether they carry loss."""
-    cuts = [0, *(torch.nonzero(mask[1:] != mask[:-1]).flatten() + 1).tolist(), len(ids)]
+def _shade(step: int, ttt_length: int) -> int:
+    """A colour of the 256-colour palette: blue for one step, through green, to red for all."""
+    ramp = (27, 33, 39, 44, 42, 76, 148, 214, 203)
+    return ramp[step * (len(ramp) - 1) // max(ttt_length - 1, 1)]
+
+
+def _runs(ids: Tensor, kinds: Tensor) -> Iterator[tuple[list[int], int]]:
+    """Maximal stretches of equal kind: token ids, and the kind."""
+    cuts = [0, *(torch.nonzero(kinds[1:] != kinds[:-1]).flatten() + 1).tolist(), len(ids)]
     for start, end in zip(cuts, cuts[1:], strict=False):
-        yield ids[start:end].tolist(), bool(mask[start])
+        yield ids[start:end].tolist(), int(kinds[start])
 
 
-def _stretch(tokenizer, ids: list[int], *, has_loss: bool) -> str:
-    edge = _EDGE_WITH_LOSS if has_loss else _EDGE_WITHOUT_LOSS
+def _stretch(tokenizer, ids: list[int], *, kind: int) -> str:
+    edge = _EDGE_WITH_LOSS if kind else _EDGE_WITHOUT_LOSS
     if len(ids) <= 2 * edge + edge // 2:
         return _decode(tokenizer, ids)
-    kind = "with" if has_loss else "without"
-    hidden = f"\n    ... {len(ids) - 2 * edge:,} tokens {kind} loss ...\n"
+    hidden = f"\n    ... {len(ids) - 2 * edge:,} tokens {'with' if kind else 'without'} loss ...\n"
     return _decode(tokenizer, ids[:edge]) + hidden + _decode(tokenizer, ids[-edge:])
 
 
 def _decode(tokenizer, ids: list[int]) -> str:
     """Text of the ids, safe to print."""
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return _printable(text, keep="\n\t\u200d")  # U+200D joins the parts of an emoji
+    return printable(text, keep="\n\t\u200d")  # U+200D joins the parts of an emoji
 
 
-def _printable(text: str, *, keep: str) -> str:
+def printable(text: str, *, keep: str) -> str:
     """Control and format characters spelled out: data must not steer a terminal."""
     return "".join(
         char
@@ -167,12 +154,12 @@ def _printable(text: str, *, keep: str) -> str:
     )
 
 
-def _mark(text: str, *, has_loss: bool, color: bool) -> str:
+def _mark(text: str, *, kind: int, paints: list[str], color: bool) -> str:
     if not color:
-        return f"[[{text}]]" if has_loss else text
-    paint = _GREEN if has_loss else _DIM
+        number = "" if len(paints) == 2 else f"{kind}:"
+        return f"[[{number}{text}]]" if kind else text
     # Pagers drop colours at line ends, so every line is painted on its own.
-    return "\n".join(f"{paint}{line}{_OFF}" if line else "" for line in text.split("\n"))
+    return "\n".join(f"{paints[kind]}{line}{_OFF}" if line else "" for line in text.split("\n"))
 
 
 def _rows_table(pack: TrimPack) -> str:
@@ -188,40 +175,33 @@ def _rows_table(pack: TrimPack) -> str:
 
 def _bucket_table(stats: list[DocumentStats], *, sampled: int | None) -> str:
     """Medians by length, in buckets that double."""
-    buckets: dict[int, list[DocumentStats]] = {}
-    for item in stats:
-        low = 0
-        while item.tokens >= max(_FIRST_BUCKET, 2 * low):
-            low = max(_FIRST_BUCKET, 2 * low)
-        buckets.setdefault(low, []).append(item)
     title = "LENGTH AND DENSITY   medians per length bucket"
     if sampled is not None:
         title += f", from {len(stats):,} of {sampled:,} conversations, evenly spaced"
     lines = [
         title,
         f"{'tokens':>15} {'conversations':>14} {'supervised':>11} {'rows kept':>10} "
-        f"{'work kept':>10} {'guard refuses':>14}",
+        f"{'runs':>5} {'work kept':>10} {'guard refuses':>14}",
     ]
-    for low in sorted(buckets):
-        name = f"{low:,} - {max(_FIRST_BUCKET, 2 * low) - 1:,}"
-        lines.append(_bucket_line(name, buckets[low]))
+    for low, high, inside in by_length(stats):
+        lines.append(_bucket_line(f"{low:,} - {high:,}", inside))
     lines.append(_bucket_line("all", stats))
     return "\n".join(lines)
 
 
 def _bucket_line(name: str, stats: list[DocumentStats]) -> str:
     refused = sum(item.refused for item in stats)
-    cost = _total(stats)
+    cost = total_cost(stats)
     return (
         f"{name:>15} {len(stats):>14,} "
-        f"{_percent(statistics.median(item.supervised for item in stats)):>11} "
-        f"{_percent(statistics.median(item.density for item in stats)):>10} "
-        f"{_percent(cost.fraction) if cost else 'none':>10} {refused:>14,}"
+        f"{percent(median_supervised(stats)):>11} {percent(median_density(stats)):>10} "
+        f"{statistics.median(item.runs for item in stats):>5g} "
+        f"{percent(cost.fraction) if cost else 'none':>10} {refused:>14,}"
     )
 
 
 def _work_table(stats: list[DocumentStats]) -> str:
-    cost = _total(stats)
+    cost = total_cost(stats)
     if cost is None:
         return "PREDICTED WORK   none: no conversation has a row that can reach a loss"
     lines = [
@@ -233,29 +213,35 @@ def _work_table(stats: list[DocumentStats]) -> str:
         lines.append(_work_line(name, stage.kept, stage.full))
     lines.append(_work_line("all", cost.kept, cost.full))
     lines.append(
-        f"least possible for these losses: {_percent(cost.floor / cost.full)}; "
-        f"against no trimming at all: {_percent(cost.kept / cost.full_untrimmed)}"
+        f"least possible for these losses: {percent(cost.floor / cost.full)}; "
+        f"against no trimming at all: {percent(cost.kept / cost.full_untrimmed)}"
     )
     return "\n".join(lines)
 
 
+def _memory_table(memory: Mapping[str, int]) -> str:
+    lines = ["EXPECTED MEMORY   of the largest training step on one device"]
+    lines += [f"{size / 1e6:>10,.0f} MB  {name}" for name, size in memory.items()]
+    return "\n".join(lines)
+
+
 def _work_line(name: str, kept: int, full: int) -> str:
-    return f"{name:>15} {kept:>11.2e} {full:>11.2e} {_percent(kept / full) if full else '-':>8}"
+    return f"{name:>15} {kept:>11.2e} {full:>11.2e} {percent(kept / full) if full else '-':>8}"
 
 
 def _reading(stats: list[DocumentStats], *, ttt_length: int, max_density: float) -> str:
-    cost = _total(stats)
+    cost = total_cost(stats)
     lines = ["HOW TO READ THIS"]
     if cost is not None:
         lines.append(
-            f"Training with both trim flags does about {_percent(cost.fraction)} of the "
+            f"Training with both trim flags does about {percent(cost.fraction)} of the "
             "arithmetic of running every row, with the same losses and gradients."
         )
     lines += [
         "supervised: tokens the assistant wrote, the only ones that can carry loss. Near 0 % or "
         "100 % on chat data, look at the conversation above: the mask may be wrong.",
         f"rows kept: rows that TTT steps 1 to {ttt_length - 1} still run, since some loss depends "
-        f"on them. The guard runs all rows of a conversation above {_percent(max_density)}.",
+        f"on them. The guard runs all rows of a conversation above {percent(max_density)}.",
         "work kept: predicted operations, guard included. It is more than the rows' share because "
         "keys and values of the prompt before them are needed too. Time falls less than "
         "operations do on short conversations.",
@@ -274,17 +260,12 @@ def _not_used(data: PreparedData) -> str:
         return "NOT USED   nothing: every row became a conversation"
     lines = [f"NOT USED   {sum(data.skipped.values()):,} of {data.num_rows:,} rows"]
     for reason, count in data.skipped.most_common():
-        first = next(row for row in data.bad_rows if row.reason == reason)
-        lines.append(f"{count:>8,} x {reason}   first: {_printable(str(first), keep='')}")
+        first = next(row for row in data.read_bad_rows() if row.reason == reason)
+        lines.append(f"{count:>8,} x {reason}   first: {printable(str(first), keep='')}")
     return "\n".join(lines)
 
 
-def _total(stats: list[DocumentStats]) -> PackCost | None:
-    costs = [item.cost for item in stats if item.cost is not None]
-    return sum(costs[1:], costs[0]) if costs else None
-
-
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 

@@ -34,8 +34,14 @@ class TokenBytes:
             str(added[i]).encode() if i in added else spell(token)
             for i, token in enumerate(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))))
         ]
+        self._sizes = np.array([len(s or b"") for s in self._spelling], dtype=np.int64)
         self._strips = {i: (t.lstrip, t.rstrip) for i, t in added.items() if t.lstrip or t.rstrip}
         self._special = frozenset(i for i, t in added.items() if t.special)
+
+    def spelling(self, token: int) -> bytes:
+        """The bytes a token stands for; its id in brackets for one without a spelling."""
+        spelled = self._spelling[token] if 0 <= token < len(self._spelling) else None
+        return f"<{token}>".encode() if spelled is None else spelled
 
     def ranges(self, ids: list[int], text: bytes) -> tuple[np.ndarray, np.ndarray]:
         """Byte ranges [starts, ends) of the tokens of text, each int64 [L]; raises RowError.
@@ -44,10 +50,11 @@ class TokenBytes:
         sides. A sentencepiece token may spell one leading space that the text does not have, at
         the start or after a special token; its range leaves it out.
         """
-        spelled = [self._spelling[i] for i in ids]
+        spelled = list(map(self._spelling.__getitem__, ids))
         if None not in spelled and b"".join(spelled) == text:
-            ends = np.cumsum([len(s) for s in spelled], dtype=np.int64)
-            return np.concatenate(([0], ends[:-1])), ends
+            sizes = self._sizes[np.array(ids)]
+            ends = sizes.cumsum()
+            return ends - sizes, ends
         return self._walk(ids, spelled, text)
 
     def _walk(self, ids, spelled, text: bytes) -> tuple[np.ndarray, np.ndarray]:

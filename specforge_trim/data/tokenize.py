@@ -9,15 +9,16 @@ what the template renders for the assistant.
 
 import copy
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specforge_trim.data.rows import Row, RowError, TextRow, TokenRow
+from specforge_trim.data.rows import Conversation, Row, RowError, TextRow, TokenRow
 from specforge_trim.data.supervision import MaskOptions
-from specforge_trim.data.template import ChatTemplate
+from specforge_trim.data.template import ChatTemplate, Rendered
 from specforge_trim.data.token_bytes import TokenBytes
 
 
@@ -52,28 +53,53 @@ class ChatTokenizer:
         self._backend.no_padding()
         self._backend.no_truncation()
 
+    def documents(self, rows: Sequence[Row]) -> list[Document | RowError]:
+        """Tokenise many rows: for each its document, or why it is refused."""
+        found: list[Document | RowError | Rendered] = []
+        for row in rows:
+            try:
+                found.append(self._given(row) if isinstance(row, TokenRow) else self._render(row))
+            except RowError as error:
+                found.append(error)
+        rendered = [i for i, item in enumerate(found) if isinstance(item, Rendered)]
+        encoded = self._all_ids([found[i].text for i in rendered])
+        for i, ids in zip(rendered, encoded, strict=True):
+            try:
+                found[i] = self._masked(found[i], ids, source=rows[i].source)
+            except RowError as error:
+                found[i] = error
+        return found
+
     def document(self, row: Row) -> Document:
         """Tokenise one row; raises RowError when its mask would be a guess or empty."""
-        if isinstance(row, TokenRow):
-            return self._given(row)
-        if isinstance(row, TextRow):
-            rendered = self.template.locate(row)
-        else:
-            rendered = self.template.render(row)
-        text = rendered.text
+        (found,) = self.documents([row])
+        if isinstance(found, RowError):
+            raise found
+        return found
+
+    def _render(self, row: Conversation | TextRow) -> Rendered:
+        rendered = (
+            self.template.locate(row) if isinstance(row, TextRow) else self.template.render(row)
+        )
         try:
-            raw = text.encode("utf-8")
+            rendered.text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RowError("text has a lone surrogate", f"character {error.start}") from None
-        spans = _byte_spans(text, rendered.spans)
-        ids, starts, ends = self._encode(text, raw, rendered.spans, spans)
+        return rendered
+
+    def _masked(self, rendered: Rendered, ids: list[int], *, source: str) -> Document:
+        """The document of a rendered row whose whole text encodes to ids."""
+        raw = rendered.text.encode("utf-8")
+        spans = _byte_spans(rendered.text, rendered.spans)
+        ids, starts, ends = self._settle(rendered, raw, spans, ids)
+        _check_edges(starts, ends, [edge for span in spans for edge in span])
         mask = np.zeros(len(ids), dtype=bool)
         for start, end in spans:
-            mask |= (starts >= start) & (ends <= end) & (ends > start)
-        _check_edges(starts, ends, [edge for span in spans for edge in span])
+            mask[starts.searchsorted(start) : ends.searchsorted(end, "right")] = True
+        mask &= ends > starts
         if not mask.any():
             raise RowError("no supervised token")
-        return make_document(np.asarray(ids, dtype=np.int64), mask, source=row.source)
+        return make_document(np.array(ids, dtype=np.int64), mask, source=source)
 
     def _given(self, row: TokenRow) -> Document:
         """Ids and mask as the row has them."""
@@ -87,25 +113,29 @@ class ChatTokenizer:
         ids, mask = np.array(row.input_ids, np.int64), np.array(row.loss_mask, bool)
         return make_document(ids, mask, source=row.source)
 
-    def _encode(self, text, raw, char_spans, byte_spans):
-        """ids of the text, one encoding of the whole; starts and ends in bytes.
+    def _settle(self, rendered: Rendered, raw: bytes, spans, ids: list[int]):
+        """ids of the text, and starts and ends of the tokens in its bytes.
 
         A token may reach over the end of a generation prompt, e.g. the newline that ends the
         prompt merged with one that starts the answer. While serving, the prompt is tokenised
         alone, so there is a token boundary: the text is then encoded in pieces cut there.
         """
-        ids = self._ids(text)
         starts, ends = self._bytes.ranges(ids, raw)
-        crossed = [
-            chars[0]
-            for chars, span in zip(char_spans, byte_spans, strict=True)
-            if ((starts < span[0]) & (span[0] < ends)).any()
-        ]
-        if crossed:
-            cuts = [0, *crossed, len(text)]
+        crossed = _crossed(starts, ends, [start for start, _ in spans])
+        if crossed.any():
+            inside = [
+                start for (start, _), cut in zip(rendered.spans, crossed, strict=True) if cut
+            ]
+            cuts, text = [0, *inside, len(rendered.text)], rendered.text
             ids = [i for a, b in zip(cuts, cuts[1:], strict=False) for i in self._ids(text[a:b])]
             starts, ends = self._bytes.ranges(ids, raw)
         return ids, starts, ends
+
+    def _all_ids(self, texts: list[str]) -> list[list[int]]:
+        if len(texts) == 1:  # a batch would start the tokenizer's threads
+            return [self._ids(texts[0])]
+        encoded = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encoded]
 
     def _ids(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
@@ -140,8 +170,15 @@ def _byte_spans(text: str, spans: tuple[tuple[int, int], ...]) -> list[tuple[int
     return found
 
 
+def _crossed(starts: np.ndarray, ends: np.ndarray, edges: list[int]) -> np.ndarray:
+    """Which byte edges lie inside a token: the last token that starts before one ends after it."""
+    before = starts.searchsorted(edges) - 1
+    return (before >= 0) & (ends[before] > edges)
+
+
 def _check_edges(starts: np.ndarray, ends: np.ndarray, edges: list[int]) -> None:
-    for edge in edges:
-        crossing = np.flatnonzero((starts < edge) & (edge < ends))
-        if crossing.size:
-            raise RowError("a token crosses the edge of the assistant's text", f"byte {edge}")
+    crossed = _crossed(starts, ends, edges)
+    if crossed.any():
+        raise RowError(
+            "a token crosses the edge of the assistant's text", f"byte {edges[crossed.argmax()]}"
+        )

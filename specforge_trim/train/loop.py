@@ -60,6 +60,7 @@ def train(
     teacher: Teacher,
     documents: Documents,
     lengths: Sequence[int],
+    weights: Sequence[float] | None = None,
     world: World,
     identity: Mapping[str, Any],
     provenance: Mapping[str, Any],
@@ -67,14 +68,13 @@ def train(
     """Trains `model` in place; resumes from config.output_dir where a checkpoint lies there.
 
     Args:
-        model: on world.device, the same initial weights on every rank.
-        teacher: the target's head on world.device, in the computation's dtype.
-        documents, lengths: tokens and features of each training document, and its tokens.
+        model: the same weights on every rank; teacher: in the computation's dtype; both on device.
+        documents, lengths, weights: each document's features, tokens, turns per epoch (None = 1).
         identity: settings that a resumed run must share; provenance: kept beside each checkpoint.
     Raises ValueError (another run's checkpoint, gradient not finite, much bad data) or PeerLost.
     """
     options, layout = config.train, sequence_layout(config, world)
-    schedule = _schedule(config, lengths, layout)
+    schedule = _schedule(config, lengths, weights, layout)
     loader = _loader(config, documents, schedule, model, layout)
     reducer = make_reducer(model, world, fsdp=config.parallel.fsdp)
     left_out = _LeftOut(len(lengths), config.data.max_bad_fraction)
@@ -147,9 +147,12 @@ class _Where:
             raise PeerLost(f"in or after optimizer step {self.step}: {error}") from error
 
 
-def _schedule(config: Config, lengths: Sequence[int], layout: Layout) -> Schedule:
+def _schedule(
+    config: Config, lengths: Sequence[int], weights: Sequence[float] | None, layout: Layout
+) -> Schedule:
     return Schedule(
         lengths=tuple(lengths),
+        weights=None if weights is None else tuple(weights),
         tokens_per_batch=config.data.tokens_per_batch,
         seed=config.train.seed,
         epochs=config.train.epochs,

@@ -1,0 +1,71 @@
+"""What `specforge-trim inspect` shows of prepared data under a configuration."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specforge_trim.config import Config
+from specforge_trim.data.atomic import replaced
+from specforge_trim.data.dataset import PreparedData
+from specforge_trim.data.inspect import inspect_terminal
+from specforge_trim.data.inspect_html import inspect_html
+from specforge_trim.dry_run import training_memory
+from specforge_trim.feature_sources import Target
+
+
+def terminal(
+    config: Config, target: Target, data: PreparedData, arguments: argparse.Namespace
+) -> str:
+    """The text for the terminal; arguments: index, color, paint."""
+    return inspect_terminal(
+        data,
+        target.tokenizer(),
+        **_settings(config, target, data),
+        index=arguments.index,
+        color=arguments.color,
+        paint=arguments.paint,
+    )
+
+
+def write_page(
+    config: Config, target: Target, data: PreparedData, arguments: argparse.Namespace
+) -> Path:
+    """Writes the page to arguments.html, whole or not at all; returns its path."""
+    page = inspect_html(
+        data,
+        target.tokenizer(),
+        **_settings(config, target, data),
+        index=arguments.index,
+        conversations=arguments.conversations,
+    )
+    path = Path(arguments.html)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as temporary:
+        temporary.write_text(page, encoding="utf-8")
+    return path
+
+
+def _settings(config: Config, target: Target, data: PreparedData) -> dict[str, Any]:
+    return {
+        "ttt_length": config.loss.ttt_length,
+        "alignment": config.loss.loss_alignment,
+        "chain": config.loss.chain,
+        "dims": target.draft.dims,
+        "max_density": config.max_density,
+        "memory": _memory(config, target, data),
+    }
+
+
+def _memory(config: Config, target: Target, data: PreparedData) -> dict[str, int]:
+    """Of a step with the longest conversation, where that is more than the token budget."""
+    tokens = max(config.data.tokens_per_batch, int(data.lengths.max(initial=0)))
+    largest = replace(config, data=replace(config.data, tokens_per_batch=tokens))
+    device = config.train.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return training_memory(largest, target.draft, device=device)
