@@ -188,7 +188,7 @@ def _data_lines(config: Config, draft: DraftConfig, world_size: int) -> list[str
     if data is None:
         lines.append("kept work, steps: unknown until `specforge-trim prepare` has run")
         return lines
-    from specforge_trim.data.inspect import document_stats
+    from specforge_trim.data.inspect_stats import document_stats
 
     tokens = int(sum(int(n) for n in data.lengths))
     step = max(1, len(data) // 200)
