@@ -5,7 +5,7 @@
 Each arm is `torchrun --nproc_per_node 1 train_eagle3.py` from the same weights over the same
 batches: no trimming, loss end only, both flags. The command checks that every step's loss agrees
 to 1e-5 relative and exits 1 when it does not. Time is that of the steps, the first one (warm-up)
-left out; memory is the training process's peak resident size.
+left out; memory is the peak of the training process's anonymous pages (not mapped features).
 """
 
 from __future__ import annotations
