@@ -65,13 +65,8 @@ def anonymous(pid: int) -> int:
     raise OSError(f"process {pid} reports no RssAnon")
 
 
-def measure(args: argparse.Namespace, arm: str, density: float, features: str | None) -> dict:
-    command = [sys.executable, __file__, "--child", "--arms", arm, "--density", str(density)]
-    command += ["--tokens", str(args.tokens), "--size", args.size, "--layout", args.layout]
-    if args.chunk_rows:
-        command += ["--chunk-rows", str(args.chunk_rows)]
-    if features:
-        command += ["--on-disk", features]
+def peak_of(command: list[str], arm: str) -> tuple[int, float]:
+    """Peak bytes above set-up, and seconds, of a process that speaks `child`'s protocol."""
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )
@@ -85,10 +80,21 @@ def measure(args: argparse.Namespace, arm: str, density: float, features: str | 
     line = process.stdout.readline().split()
     if process.wait() or not line:
         raise SystemExit(f"{arm}: the measured process failed")
+    return peak - base, float(line[1])
+
+
+def measure(args: argparse.Namespace, arm: str, density: float, features: str | None) -> dict:
+    command = [sys.executable, __file__, "--child", "--arms", arm, "--density", str(density)]
+    command += ["--tokens", str(args.tokens), "--size", args.size, "--layout", args.layout]
+    if args.chunk_rows:
+        command += ["--chunk-rows", str(args.chunk_rows)]
+    if features:
+        command += ["--on-disk", features]
+    peak, seconds = peak_of(command, arm)
     return {
         "arm": arm, "size": args.size, "layout": args.layout, "tokens": args.tokens,
-        "density": density, "chunk_rows": args.chunk_rows, "peak_bytes": peak - base,
-        "bytes_per_token": (peak - base) / args.tokens, "seconds": float(line[1]),
+        "density": density, "chunk_rows": args.chunk_rows, "peak_bytes": peak,
+        "bytes_per_token": peak / args.tokens, "seconds": seconds,
     }  # fmt: skip
 
 

@@ -102,6 +102,29 @@ def guard_table(rows: list[dict]) -> str:
     )  # fmt: skip
 
 
+def loss_end_table(rows: list[dict]) -> str:
+    header = ["vocabulary", "draft", "width", "tokens", "density", "plain MB", "ours MB"]
+    header += ["ours/plain", "plain s", "time ours/plain", "A/A"]
+
+    def megabytes(row: dict, arm: str) -> str:
+        return f"{row[arm + '_peak_bytes'] / 1e6:,.0f}" if arm + "_peak_bytes" in row else ""
+
+    return table(
+        header,
+        [
+            [
+                f"{r['vocab']:,}", f"{r['draft_vocab']:,}", str(r["width"]), f"{r['tokens']:,}",
+                f"{r['density']:.0%}", megabytes(r, "plain"), megabytes(r, "ours"),
+                f"{r['ours_peak_bytes'] / r['plain_peak_bytes']:.3f}"
+                if "plain_peak_bytes" in r else "",
+                f"{r['plain_seconds']:.1f}" if "plain_seconds" in r else "",
+                spread(r, "ours"), spread(r, "plain again"),
+            ]
+            for r in rows
+        ],
+    )  # fmt: skip
+
+
 def plot_guard(rows: list[dict], path: Path) -> None:
     """Trimmed against dense per backend: where a curve meets 1, trimming stops paying."""
     figure, axes = plt.subplots(figsize=(6, 4))
@@ -148,6 +171,7 @@ def plot_steps(rows: list[dict], path: Path) -> None:
 SECTIONS = (
     ("Step time", "step.jsonl", step_table, "python benchmarks/bench_step.py"),
     ("Peak memory of a step", "memory.jsonl", memory_table, "python benchmarks/bench_memory.py"),
+    ("The loss end", "loss_end.jsonl", loss_end_table, "python benchmarks/bench_loss_end.py"),
     ("Guard and break-even", "guard.jsonl", guard_table, "python benchmarks/bench_guard.py"),
     ("Three arms of the command", "arms.jsonl", arms_table, "python benchmarks/bench_arms.py"),
 )

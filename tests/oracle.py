@@ -145,14 +145,20 @@ def oracle(
     chain: str = "shift",
     denominator: str = "rows",
     decay: float = 0.8,
+    row_loss=lambda teacher, log_q, best: -(teacher * log_q).sum(),
+    unrolled=None,
 ) -> OracleResult:
-    """Loss and metrics of a batch, from the definitions."""
+    """Loss and metrics of a batch, from the definitions.
+
+    row_loss: (teacher over the draft vocabulary, log q, draft id of its argmax) -> the row's loss,
+    soft cross-entropy. unrolled: unroll_document of every document, where it is known.
+    """
     sums = {n: [0.0] * steps for n in ("ce", "correct", "accept", "accept_in", "in_vocab")}
     ce: list = [torch.zeros((), dtype=torch.float64) for _ in range(steps)]
     counts = [0] * steps
     kept = model.kept
-    for doc in docs:
-        logits = unroll_document(model, doc, steps)
+    for n_doc, doc in enumerate(docs):
+        logits = unrolled[n_doc] if unrolled else unroll_document(model, doc, steps)
         length = len(doc.ids)
         for i in range(steps):
             for t in range(length):
@@ -172,7 +178,7 @@ def oracle(
                 sums["accept"][i] += accept
                 sums["correct"][i] += float(kept[int(log_q.argmax())] == best)
                 if best in kept:
-                    ce[i] = ce[i] - (teacher * log_q).sum()
+                    ce[i] = ce[i] + row_loss(teacher, log_q, kept.index(best))
                     sums["in_vocab"][i] += 1
                     sums["accept_in"][i] += accept
     rows = sum(len(d.ids) for d in docs)

@@ -12,9 +12,9 @@ DIMS = DraftDims(
 
 
 def test_row_bytes_by_hand():
-    # kept: 10*8 + 2*4 + 2*2 + 4*16 = 156; working: 6*8 + 4*16 = 112; loss end: 4*6*10 = 240
-    assert row_bytes(DIMS, 1, itemsize=4) == 4 * (156 + 112) + 240
-    assert row_bytes(DIMS, 7, itemsize=2) == 2 * (7 * 156 + 112) + 240
+    # kept: 10*8 + 2*4 + 2*2 + 4*16 = 156; working: 6*8 + 4*16 = 112; loss end: 4*4*10 = 160
+    assert row_bytes(DIMS, 1, itemsize=4) == 4 * (156 + 112) + 160
+    assert row_bytes(DIMS, 7, itemsize=2) == 2 * (7 * 156 + 112) + 160
 
 
 def test_rows_follow_the_budget():

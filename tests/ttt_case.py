@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from oracle import OracleDocument, OracleModel
 
+from specforge_trim.loss_terms import parse_objective
 from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.model.draft_config import DraftConfig
 from specforge_trim.objective.teacher import Teacher
@@ -172,13 +173,18 @@ def run_step(
     dtype: torch.dtype = torch.float64,
     context_chunk: int = 4096,
     max_keys: int | None = None,
+    objective: str = "soft_ce",
 ) -> tuple[StepResult, dict[str, torch.Tensor]]:
     """Metric sums and the gradient of every trainable parameter."""
     case.model.zero_grad(set_to_none=True)
     if denominators is None:
         denominators = torch.full((case.steps,), float(case.cu_seqlens[-1]))
     settings = StepSettings(
-        backend=backend, compute_dtype=dtype, context_chunk=context_chunk, max_keys=max_keys
+        backend=backend,
+        compute_dtype=dtype,
+        context_chunk=context_chunk,
+        max_keys=max_keys,
+        objective=parse_objective(objective),
     )
     teacher = Teacher(case.head.to(dtype), case.teacher.draft_to_target, case.teacher.t2d)
     result = ttt_step(

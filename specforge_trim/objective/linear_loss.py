@@ -17,6 +17,7 @@ Letters: n loss rows, b rows of a block, D draft width, Vd draft vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +30,12 @@ from .divergences import Rows, evaluate
 from .products import add_product_, product
 from .teacher import TeacherTable
 
-# One [b, Vd] buffer in elements: 16 MB in fp32. Soft cross-entropy holds three, others more.
-_BLOCK_ELEMENTS = 2**22
+# A [b, Vd] buffer in elements: 16 and 256 MB in fp32. Soft cross-entropy holds two and part of a
+# third, other objectives up to eight. Every block reads and writes the head's whole gradient,
+# which a GPU has time for only once it has some thousand rows to multiply.
+_BLOCK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 _MIN_ROWS = 16
+_PARTS = 4
 SOFT_CE = Objective()
 
 
@@ -85,6 +89,25 @@ def linear_loss(
     return loss, LossMetrics(*sums.unbind(), right)
 
 
+@dataclass(frozen=True)
+class _Buffers:
+    """z and p [b, Vd], and spare [b / _PARTS, Vd] for what is only summed over the vocabulary."""
+
+    z: Tensor
+    p: Tensor
+    spare: Tensor
+
+    @staticmethod
+    def new(like: Tensor, rows: int) -> _Buffers:
+        sizes = (rows, rows, -(-rows // _PARTS))
+        return _Buffers(*like.new_empty(sum(sizes), like.shape[1]).split(sizes))
+
+    def parts(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """(space for them, the same rows of each), a few rows at a time."""
+        for some in zip(*(x.split(self.spare.shape[0]) for x in tensors), strict=True):
+            yield self.spare[: some[0].shape[0]], *some
+
+
 class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -110,12 +133,15 @@ class _LinearLoss(torch.autograd.Function):
             d_weight = torch.zeros_like(weight)
         values, accept = torch.empty_like(in_vocab), torch.empty_like(in_vocab)
         right = torch.empty(count, dtype=torch.bool, device=hidden.device)
-        block = max(_MIN_ROWS, _BLOCK_ELEMENTS // weight.shape[0])
-        # Allocated once a call: fresh memory costs a CPU as much as a pass over it.
-        buffers = table.probs.new_empty(3, min(block, count), weight.shape[0])
+        most = max(_MIN_ROWS, _BLOCK_ELEMENTS[hidden.device.type] // weight.shape[0])
+        # Near-equal blocks, so that none is a sliver that is slow for its size.
+        block = max(1, -(-count // max(1, -(-count // most))))
+        # One allocation a call, its size the same at every call: buffers that come, go and vary
+        # leave holes in a CPU's heap, and its peak creeps up.
+        buffers = _Buffers.new(table.probs, most)
         for a in range(0, count, block):
             rows = slice(a, min(a + block, count))
-            z = product(hidden[rows], w, out=buffers[0, : rows.stop - a])
+            z = product(hidden[rows], w, out=buffers.z[: rows.stop - a])
             values[rows], dz, accept[rows], best = _block(
                 objective, z, buffers, table, index[rows], choice[rows], mass[rows]
             )
@@ -127,12 +153,9 @@ class _LinearLoss(torch.autograd.Function):
                 torch.mm(dz, w, out=d_hidden[rows])
             if d_weight is not None:
                 add_product_(d_weight, dz, hidden[rows])
-        # Zero times a value that overflowed on a row without loss would not be zero.
-        values = torch.where(loss_weight > 0, values * loss_weight, 0.0)
-        accept = accept * row_weight
-        sums = torch.stack(
-            (values, right * row_weight, accept, accept * in_vocab, loss_weight)
-        ).sum(-1)
+        accept *= row_weight
+        by_row = (values * loss_weight, right * row_weight, accept, accept * in_vocab, loss_weight)
+        sums = torch.stack(by_row).sum(-1)
         ctx.save_for_backward(d_hidden, None if weight_grad is not None else d_weight)
         ctx.mark_non_differentiable(sums, right)
         return sums[0] * scale, sums, right
@@ -148,7 +171,7 @@ class _LinearLoss(torch.autograd.Function):
 def _block(
     objective: Objective,
     z: Tensor,
-    buffers: Tensor,
+    buffers: _Buffers,
     table: TeacherTable,
     index: Tensor,
     choice: Tensor,
@@ -156,27 +179,30 @@ def _block(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A block's objective [b], its gradient by the logits, acceptance [b] and first choice [b].
 
-    z: the logits [b, Vd], the first of three buffers; all three are overwritten.
+    z: the logits [b, Vd], buffers.z or the start of it; all buffers are overwritten.
     """
-    p, spare = buffers[1, : z.shape[0]], buffers[2, : z.shape[0]]
+    p = buffers.p[: z.shape[0]]
     torch.index_select(table.probs, 0, index, out=p)
     top, best = z.max(-1, keepdim=True)
     z.sub_(top)
     if objective.is_soft_ce:
-        dot = torch.mul(p, z, out=spare).sum(-1)
+        dot = torch.cat([torch.mul(a, b, out=o).sum(-1) for o, a, b in buffers.parts(p, z)])
         q = z.exp_()
         total = q.sum(-1, keepdim=True)
         q.div_(total)
         value = total.log()[:, 0] - dot
     else:
-        q, spare = torch.exp(z, out=spare), z
+        q = torch.exp(z)
         total = q.sum(-1, keepdim=True)
         q.div_(total)
         log_p = None if table.log_probs is None else table.log_probs.index_select(0, index)
         log_q = z.sub_(total.log())
         value, dz = evaluate(objective, Rows(q, log_q, p, choice.clamp(min=0), log_p))
-    torch.mul(p, mass[:, None], out=spare)
-    accept = torch.minimum(spare, q, out=spare).sum(-1)
+    overlap = [
+        torch.minimum(torch.mul(a, m, out=o), b, out=o).sum(-1)
+        for o, a, m, b in buffers.parts(p, mass[:, None], q)
+    ]
+    accept = torch.cat(overlap)
     if objective.is_soft_ce:
         weight = objective.terms[0][1]
         value, dz = value.mul_(weight), q.sub_(p).mul_(weight)

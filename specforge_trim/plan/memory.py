@@ -2,7 +2,7 @@
 
 A row chunk's graph is the peak of a training step, and lives only while the chunk runs. Counted
 are the tensors that the K steps keep for the backward, the working space of one step's backward,
-and the loss end (teacher table and one block of logits); weights, gradients and K0/V0 are not.
+and the loss end's tables and blocks; weights, gradients and K0/V0 are not.
 
 Letters: K ttt_length, D draft hidden, N query heads, Nkv kv heads, H head_dim, I MLP width, Vd
 draft vocabulary.
@@ -21,12 +21,13 @@ def row_bytes(dims: DraftDims, ttt_length: int, *, itemsize: int) -> int:
 
     Kept per step and layer: 10 D (embedding, both norms' outputs, residual, norms' inputs, head
     input and its gradient), 2 N H + 2 Nkv H (queries, output, own key and value), 4 I (gate, its
-    SiLU, up, their product). Working space: 6 D + 4 I. Loss end in fp32: 6 Vd.
+    SiLU, up, their product). Working space: 6 D + 4 I. Loss end in fp32: 4 Vd (teacher's
+    probabilities and their logarithms, logits and teacher rows of a block).
     """
     attention = 2 * dims.heads * dims.head_dim + 2 * dims.kv_heads * dims.head_dim
     kept = 10 * dims.hidden + attention + 4 * dims.intermediate
     working = 6 * dims.hidden + 4 * dims.intermediate
-    return itemsize * (ttt_length * dims.layers * kept + working) + 4 * 6 * dims.draft_vocab
+    return itemsize * (ttt_length * dims.layers * kept + working) + 4 * 4 * dims.draft_vocab
 
 
 def chunk_rows_for(dims: DraftDims, ttt_length: int, *, itemsize: int, budget: int) -> int:
