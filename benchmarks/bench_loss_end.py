@@ -38,7 +38,7 @@ from specforge_trim.objective.teacher import Teacher
 from specforge_trim.plan.cost import DraftDims
 from specforge_trim.plan.memory import DEFAULT_ROW_MEMORY_MB, chunk_rows_for
 from specforge_trim.plan.pack import TrimPack
-from specforge_trim.plan.segments import plan_chunks
+from specforge_trim.plan.segments import RowChunk, plan_chunks
 
 DECAY = 0.8
 
@@ -114,22 +114,25 @@ def ours(problem: LossEnd) -> Callable[[], Tensor]:
     pack, chunks = problem.pack, plan_chunks(problem.pack, chunk_rows=problem.chunk_rows)
     scales = [DECAY**i / problem.tokens for i in range(STEPS)]
 
+    def run_chunk(chunk: RowChunk, sums: Tensor) -> None:
+        a, b = chunk.teacher_slice
+        with torch.no_grad():
+            table = problem.teacher.table(problem.last[pack.supervised[a:b] + 1])
+        total = torch.zeros(())
+        for i, step in enumerate(chunk.steps):
+            hidden = problem.outputs[i][step.rows[step.loss_index]].requires_grad_()
+            loss, metrics = linear_loss(
+                hidden, problem.weight, table, step.teacher_index, scale=scales[i],
+                weight_grad=problem.weight.grad,
+            )  # fmt: skip
+            total = total + loss
+            sums[i] += metrics.loss
+        total.backward()
+
     def run() -> Tensor:
         sums = torch.zeros(STEPS)
         for chunk in chunks:
-            a, b = chunk.teacher_slice
-            with torch.no_grad():
-                table = problem.teacher.table(problem.last[pack.supervised[a:b] + 1])
-            total = torch.zeros(())
-            for i, step in enumerate(chunk.steps):
-                hidden = problem.outputs[i][step.rows[step.loss_index]].requires_grad_()
-                loss, metrics = linear_loss(
-                    hidden, problem.weight, table, step.teacher_index, scale=scales[i],
-                    weight_grad=problem.weight.grad,
-                )  # fmt: skip
-                total = total + loss
-                sums[i] += metrics.loss
-            total.backward()
+            run_chunk(chunk, sums)
         return sums
 
     return run
