@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .products import product, work_dtype
 
-# A block of logits: 512 rows by 8,192 tokens, 16 MB in fp32, and two of them are held at once.
+# A block of logits: 512 rows by 8,192 tokens, 16 MB in fp32; one is held, and reduced in place.
 _BLOCK_VOCAB = 8192
 _BLOCK_ROWS = 512
 
@@ -75,40 +75,50 @@ class Teacher:
         argmax = self.draft_to_target.new_empty(count)
         draft_mass = last_SD.new_empty(count, dtype=work)
         logs = torch.empty_like(probs) if log_probs else None
+        space = last_SD.new_empty(min(count, _BLOCK_ROWS) * self._widest, dtype=work)
         for a in range(0, count, _BLOCK_ROWS):
             rows = slice(a, min(a + _BLOCK_ROWS, count))
             kept = probs[rows]
-            argmax[rows], full, own = self._stream(last_SD[rows], kept)
-            kept.sub_(own[:, None])
+            argmax[rows], full = self._stream(last_SD[rows], kept, space)
+            top = kept.amax(-1, keepdim=True)
+            kept.sub_(top)
             if logs is not None:
                 logs[rows] = kept
-            kept.exp_()
-            draft_mass[rows] = (own - full).exp()
+            own = kept.exp_().sum(-1, keepdim=True)
+            kept.div_(own)
+            if logs is not None:
+                logs[rows] -= own.log()
+            draft_mass[rows] = (top + own.log())[:, 0].sub_(full).exp_()
         choice = torch.searchsorted(self.draft_to_target, argmax)
         choice = torch.where(self.t2d[argmax], choice, -1)
         return TeacherTable(probs, choice, draft_mass, logs)
 
-    def _stream(self, last_nD: Tensor, kept_nVd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Argmax and log-sum-exp [n] over the vocabulary, and log-sum-exp over the draft's.
+    @property
+    def _widest(self) -> int:
+        return max(hi - lo for lo, hi, *_ in self._blocks)
 
-        Writes the draft vocabulary's logits into kept_nVd.
+    def _stream(self, last_nD: Tensor, kept_nVd: Tensor, space: Tensor) -> tuple[Tensor, Tensor]:
+        """Argmax and log-sum-exp [n] over the vocabulary.
+
+        Writes the draft vocabulary's logits into kept_nVd. space: for n rows of a block.
         """
-        count, work = last_nD.shape[0], kept_nVd.dtype
-        top = torch.full((count,), -torch.inf, dtype=work, device=last_nD.device)
-        full, own = top.clone(), top.clone()
+        count = last_nD.shape[0]
+        top = torch.full_like(kept_nVd[:, 0], -torch.inf)
+        total = torch.zeros_like(top)  # sum of exp(logit - top)
         argmax = torch.zeros(count, dtype=torch.int64, device=last_nD.device)
         for lo, hi, first, end in self._blocks:
-            logits = product(last_nD, self.head[lo:hi])
+            out = space[: count * (hi - lo)].view(count, hi - lo)
+            logits = product(last_nD, self.head[lo:hi], out=out)
             if self.logit_post is not None:
                 logits = self.logit_post(logits)
+            if end > first:
+                columns = self.draft_to_target[first:end] - lo
+                whole = end - first == hi - lo
+                kept_nVd[:, first:end] = logits if whole else logits.index_select(1, columns)
             best, where = logits.max(-1)
             # Strictly greater: of equal logits the earlier block, the lower id, stays.
             argmax = torch.where(best > top, where + lo, argmax)
-            top = torch.maximum(top, best)
-            if end > first:
-                columns = self.draft_to_target[first:end] - lo
-                part = logits if end - first == hi - lo else logits.index_select(1, columns)
-                kept_nVd[:, first:end] = part
-                own = torch.logaddexp(own, part.logsumexp(-1))
-            full = torch.logaddexp(full, logits.logsumexp(-1))
-        return argmax, full, own
+            best = torch.maximum(top, best)
+            total.mul_((top - best).exp_()).add_(logits.sub_(best[:, None]).exp_().sum(-1))
+            top = best
+        return argmax, total.log_().add_(top)
