@@ -2,7 +2,9 @@
 
 import sys
 
-from specforge_trim.cli import train_main
-
 if __name__ == "__main__":
+    try:
+        from specforge_trim.cli import train_main
+    except KeyboardInterrupt:  # torch takes seconds to import
+        sys.exit(130)
     sys.exit(train_main())

@@ -39,7 +39,7 @@ def check_pairs(config: Any) -> None:
     for key, folder in (
         ("output_dir", config.train.output_dir), ("cache_dir", config.data.cache_dir)
     ):  # fmt: skip
-        path = Path(folder).expanduser()
+        path = _expanded(key, folder)
         if not folder.strip() or (path.exists() and not path.is_dir()):
             raise ConfigError(f"{key} = {folder!r}, expected a folder or a name for a new one")
     if aux is not None and (not aux or list(aux) != sorted(set(aux))):
@@ -47,8 +47,15 @@ def check_pairs(config: Any) -> None:
     if config.model.draft_config is not None and not Path(config.model.draft_config).is_file():
         raise ConfigError(f"--draft-config {config.model.draft_config}: no such file")
     init = config.model.init_from
-    if init is not None and not Path(init).expanduser().is_dir():
+    if init is not None and not _expanded("init_from", init).is_dir():
         raise ConfigError(f"init_from = {init!r}: no such folder")
+
+
+def _expanded(key: str, folder: str) -> Path:
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError:  # ~name without such a user
+        raise ConfigError(f"{key} = {folder!r}: this machine has no such home folder") from None
 
 
 def _check_vocab(model: Any) -> None:
@@ -133,6 +140,11 @@ def sequence_degrees(config: Any, world_size: int) -> tuple[int, int]:
 
 def check_world(config: Any, world_size: int) -> None:
     """Refuses settings that do not fit the number of ranks."""
+    if config.parallel.fsdp and world_size == 1:
+        raise ConfigError(
+            "fsdp = True splits the weights over ranks and this run has one: start it with "
+            "torchrun --nproc_per_node 2 or use --no-fsdp"
+        )
     if config.attention.attention_backend != "usp":
         return
     if world_size == 1:

@@ -139,6 +139,8 @@ def check_limits(config: Any) -> None:
             continue
         for item in value if leaf.is_tuple else (value,):
             found = f"{leaf.key} = {item!r}"
+            if item is None:
+                raise ConfigError(f"{leaf.key} = {list(value)!r}: none stands alone or not at all")
             if isinstance(item, float) and not math.isfinite(item):
                 raise ConfigError(f"{found}, expected a finite number")
             if meta["choices"] and item not in meta["choices"]:

@@ -62,6 +62,10 @@ def base(place, *, target="target", data="train.jsonl"):
         (["--train-data", "{place}"], ["{place}", "is a folder, expected a file"]),
         (["--target", "no/such/target"], ["no/such/target"]),
         (["--aux-layers", "1", "9", "12"], ["aux_layers", "[1, 9, 12]", "8"]),
+        (["--aux-layers", "none", "2"], ["aux_layers", "[None, 2]", "alone"]),
+        (["--cache-dir", "~nobodyhere/x"], ["cache_dir", "~nobodyhere/x", "home folder"]),
+        (["--init-from", "~nobodyhere/x"], ["init_from", "~nobodyhere/x", "home folder"]),
+        (["--fsdp"], ["fsdp", "this run has one"]),
     ],
 )
 def test_cli_wrong_training_input(place, capfd, argv, words):

@@ -280,6 +280,13 @@ def test_a_cut_file_in_the_cache_is_an_error_that_names_it(tmp_path):
         run(path, tmp_path)
 
 
+@pytest.mark.parametrize("text", ["[]", "{}", '{"num_documents":'])
+def test_a_damaged_manifest_is_named_with_the_remedy(tmp_path, text):
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(ValueError, match="manifest.json is damaged: remove the folder"):
+        PreparedData.load(tmp_path, [])
+
+
 def test_a_pickled_data_set_is_opened_again_not_copied(tmp_path):
     data = run(write(tmp_path / "a.jsonl", rows(50)), tmp_path)
     raw = pickle.dumps(data)

@@ -86,6 +86,14 @@ def test_round_trip_whole_and_sliced(tmp_path):
         assert stored.last_positions.dtype == torch.int64
 
 
+@pytest.mark.parametrize("text", ["[]", '{"format":', "5"])
+def test_store_damaged_manifest_is_named_with_the_remedy(tmp_path, text):
+    write_store(tmp_path, [4])
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(ValueError, match="manifest.json is damaged: remove the folder"):
+        FeatureStore.open(tmp_path)
+
+
 def test_store_travels_to_a_worker(tmp_path):
     _, made, _ = write_store(tmp_path, [4, 7])
     store = FeatureStore.open(tmp_path)

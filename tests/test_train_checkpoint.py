@@ -129,6 +129,27 @@ def test_train_newest_complete_checkpoint_wins(tmp_path):
     assert ck.newest(tmp_path).step == 2
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda meta: [],
+        lambda meta: {**meta, "files": None},
+        lambda meta: {**meta, "progress": None},
+        lambda meta: {**meta, "identity": 3},
+        lambda meta: {k: v for k, v in meta.items() if k != "step"},
+        lambda meta: {k: v for k, v in meta.items() if k != "identity"},
+    ],
+)
+def test_train_a_checkpoint_whose_meta_is_damaged_is_passed_over(tmp_path, damage):
+    model = Stub(0)
+    optimizer = build_optimizer(model, weight_decay=0.0)
+    for step in (2, 4):
+        save(tmp_path, step, model, optimizer, keep=5)
+    path = tmp_path / "step-00000004" / "meta.json"
+    path.write_text(json.dumps(damage(json.loads(path.read_text()))))
+    assert ck.newest(tmp_path).step == 2
+
+
 def test_train_rotation_keeps_the_newest_and_clears_remains(tmp_path):
     model = Stub(0)
     optimizer = build_optimizer(model, weight_decay=0.0)
@@ -197,7 +218,7 @@ def test_train_metric_lines_of_replayed_steps_stand_once(tmp_path):
     for step in (1, 2, 3):
         log.write({"step": step, "loss": step})
     with path.open("a") as file:
-        file.write('{"step": 4, "lo')  # cut off by a kill
+        file.write('5\n{}\n{"step": 4, "lo')  # not ours, and cut off by a kill
     log = JsonLines(path, resume_step=2)
     log.write({"step": 3, "loss": 33})
     rows = [json.loads(line) for line in path.read_text().splitlines()]

@@ -24,6 +24,7 @@ import torch
 from specforge_trim.data.rows import BadRow
 from specforge_trim.data.tokenize import Document
 
+_REMAKE = "remove the folder and prepare again"
 # first: place of the document's first token in its row, not 0 only for pieces of a split row
 COLUMNS = ("start", "end", "supervised", "file", "line", "first")
 _START, _END, _SUPERVISED, _FILE, _LINE, _FIRST = range(len(COLUMNS))
@@ -75,7 +76,12 @@ class PreparedData:
             manifest = json.loads((folder / "manifest.json").read_text())
         except FileNotFoundError:
             raise ValueError(f"{folder} holds no prepared data (no manifest.json)") from None
-        documents, tokens = manifest["num_documents"], manifest["num_tokens"]
+        except ValueError:
+            raise ValueError(f"{folder / 'manifest.json'} is damaged: {_REMAKE}") from None
+        try:
+            documents, tokens = manifest["num_documents"], manifest["num_tokens"]
+        except (KeyError, TypeError):
+            raise ValueError(f"{folder / 'manifest.json'} is damaged: {_REMAKE}") from None
         index_shape = (documents, len(COLUMNS))
         data = cls(
             folder=folder,

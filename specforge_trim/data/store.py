@@ -62,10 +62,14 @@ class _Manifest:
         path = folder / "manifest.json"
         if not path.exists():
             raise ValueError(f"{folder} holds no target features (no manifest.json)")
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data.get("format") != FORMAT:
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            found = data.get("format")
+        except (ValueError, AttributeError):
+            raise ValueError(f"{path} is damaged: remove the folder and capture again") from None
+        if found != FORMAT:
             raise ValueError(
-                f"{path}: format is {data.get('format')}, expected {FORMAT}: remove the folder "
+                f"{path}: format is {found}, expected {FORMAT}: remove the folder "
                 "and capture again"
             )
         spec = StoreSpec(**{**data["spec"], "aux_layers": tuple(data["spec"]["aux_layers"])})

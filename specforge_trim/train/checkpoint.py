@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from specforge_trim.distributed import World
 
+_PARTS = {"step", "files", "identity", "progress"}  # of meta.json
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -51,10 +52,14 @@ def list_complete(root: str | Path) -> list[Checkpoint]:
         try:
             meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
             sizes = {name: (folder / name).stat().st_size for name in meta["files"]}
-        except (OSError, ValueError, KeyError):
+            whole = sizes == meta["files"] and _PARTS <= meta.keys()
+            whole = whole and isinstance(meta["identity"], dict)
+            whole = whole and "skipped_steps" in meta["progress"]
+            step = int(meta["step"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
-        if sizes == meta["files"]:
-            found.append(Checkpoint(folder, int(meta["step"]), meta))
+        if whole:
+            found.append(Checkpoint(folder, step, meta))
     return sorted(found, key=lambda c: c.step)
 
 

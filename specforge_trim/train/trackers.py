@@ -30,12 +30,12 @@ class JsonLines:
         if not self.path.exists():
             return
         kept = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if row["step"] <= step:
+                early = json.loads(line)["step"] <= step
+            except (ValueError, KeyError, TypeError):
+                continue  # no row of ours, or one cut off
+            if early:
                 kept.append(line + "\n")
         beside = self.path.with_suffix(".tmp")
         beside.write_text("".join(kept), encoding="utf-8")
