@@ -85,7 +85,7 @@ def check_checkpoint(world, folder):
         world=world,
         identity={},
         provenance={},
-        progress={},
+        progress={"skipped_steps": 0},
         keep=1,
     )
     drawn = torch.rand(2)
