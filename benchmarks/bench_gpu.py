@@ -11,12 +11,20 @@ there before the step.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 
 import torch
-from problems import SIZES, classic_step, costs, make_mask, make_problem, our_step, packs
+from problems import (
+    SIZES,
+    append_row,
+    classic_step,
+    costs,
+    make_mask,
+    make_problem,
+    our_step,
+    packs,
+)
 
 from specforge_trim.plan.guard import choose_pack_alone
 
@@ -95,9 +103,7 @@ def main() -> None:
                 f"classic {row['classic']['seconds'] * 1e3:.0f} ms",
                 flush=True,
             )
-            if args.out:
-                with open(args.out, "a", encoding="utf-8") as out:
-                    out.write(json.dumps(row) + "\n")
+            append_row(args.out, row)
             torch.cuda.empty_cache()
 
 

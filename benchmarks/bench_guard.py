@@ -11,22 +11,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import logging
 import statistics
-import time
 
-from problems import make_mask, make_problem, our_step, packs
+from problems import append_row, make_mask, make_problem, our_step, packs, seconds
 
 from specforge_trim.plan.guard import choose_pack_alone
 
 DEFAULT_MAX_DENSITY = {"reference": 0.35, "sdpa": 1.0}
-
-
-def seconds(step) -> float:
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
 
 
 class Count(logging.Handler):
@@ -93,9 +85,7 @@ def main() -> None:
                 f"refusals logged {row['refusals_logged']}",
                 flush=True,
             )
-            if args.out:
-                with open(args.out, "a", encoding="utf-8") as out:
-                    out.write(json.dumps(row) + "\n")
+            append_row(args.out, row)
 
 
 if __name__ == "__main__":

@@ -20,16 +20,14 @@ turn; ratios are per round.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from problems import STEPS, make_mask
+from problems import STEPS, append_row, make_mask
 from torch import Tensor
 
 from specforge_trim import build_trim_pack
@@ -214,9 +212,7 @@ def main() -> None:
         return
     for density in args.density:
         row = bench(args, density)
-        if args.out:
-            with Path(args.out).open("a", encoding="utf-8") as out:
-                out.write(json.dumps(row) + "\n")
+        append_row(args.out, row)
 
 
 if __name__ == "__main__":

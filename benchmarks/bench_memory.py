@@ -11,7 +11,6 @@ gradients, ids, plan and teacher are there by then), sampled from outside every 
 from __future__ import annotations
 
 import argparse
-import json
 import select
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import torch
 from problems import (
     SIZES,
     STEPS,
+    append_row,
     classic_step,
     dense_pack,
     make_mask,
@@ -130,9 +130,7 @@ def main() -> None:
                     f"KB/token  {row['seconds']:.1f} s",
                     flush=True,
                 )
-                if args.out:
-                    with open(args.out, "a", encoding="utf-8") as out:
-                        out.write(json.dumps(row) + "\n")
+                append_row(args.out, row)
 
 
 if __name__ == "__main__":

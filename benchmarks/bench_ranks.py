@@ -10,9 +10,8 @@ gradients in fp32; supervision in 16 evenly placed blocks, or all at the end (`t
 from __future__ import annotations
 
 import argparse
-import json
 
-from problems import SIZES, STEPS, make_mask
+from problems import SIZES, STEPS, append_row, make_mask
 
 from specforge_trim.plan.cost import DraftDims, pack_cost, row_costs
 from specforge_trim.plan.pack import TrimPack, build_trim_pack, dense_pack, restrict_pack
@@ -92,9 +91,7 @@ def main() -> None:
                     f"largest row stage / mean {row['row_flops_max_over_mean']:.2f}",
                     flush=True,
                 )
-                if args.out:
-                    with open(args.out, "a", encoding="utf-8") as out:
-                        out.write(json.dumps(row) + "\n")
+                append_row(args.out, row)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,21 @@ The rates say how fast an arm does its FLOPs, as a share of the machine's matmul
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 
 import torch
-from problems import SIZES, classic_step, costs, make_mask, make_problem, our_step, packs
+from problems import (
+    SIZES,
+    append_row,
+    classic_step,
+    costs,
+    make_mask,
+    make_problem,
+    our_step,
+    packs,
+    seconds,
+)
 
 ARMS = ["classic", "ours", "step 0 full", "classic again"]
 
@@ -32,12 +41,6 @@ def matmul_rate() -> float:
             a @ b
         best = max(best, 4 * 2 * 2048 * 1024 * 1024 / (time.perf_counter() - start))
     return best
-
-
-def seconds(step) -> float:
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
 
 
 def bench(size: str, layout: str, tokens: int, density: float, rounds: int, arms: set[str]):
@@ -108,9 +111,7 @@ def main() -> None:
             for density in args.density:
                 row = bench(args.size, layout, tokens, density, args.rounds, set(args.arms))
                 print(show(row), flush=True)
-                if args.out:
-                    with open(args.out, "a", encoding="utf-8") as out:
-                        out.write(json.dumps(row) + "\n")
+                append_row(args.out, row)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ Letters: T tokens, D width, S supervised rows, V target vocabulary, Vd draft voc
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +59,20 @@ def make_mask(layout: str, tokens: int, density: float) -> Tensor:
     else:
         raise ValueError(f"layout={layout!r}: expected blocks, points or tail")
     return mask
+
+
+def seconds(step: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def append_row(path: str | None, row: dict) -> None:
+    """Add a row to a JSON lines file; None: nowhere."""
+    if path:
+        with open(path, "a", encoding="utf-8") as out:
+            out.write(json.dumps(row) + "\n")
 
 
 @dataclass(frozen=True)
