@@ -1,4 +1,4 @@
-"""The drawings of docs/TRIMMING.md as SVG, from the planner's own row sets."""
+"""The drawings of docs/trimming.md as SVG, from the planner's own row sets."""
 
 from __future__ import annotations
 

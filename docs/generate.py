@@ -1,6 +1,6 @@
 """Writes what is derived: draft configs, the table of their sizes, the reference of settings.
 
-    python docs/generate.py           write configs/*-eagle3.json, docs/DRAFTS.md, docs/CONFIG.md,
+    python docs/generate.py           write configs/*-eagle3.json, docs/drafts.md, docs/config.md,
                                       docs/*.svg and the predictions in examples/*.yaml
     python docs/generate.py --check   exit 1 and name the files that are not current
 
@@ -51,7 +51,7 @@ def draft_files() -> dict[Path, str]:
 
 
 def drafts_table(drafts: dict[Path, str]) -> str:
-    """docs/DRAFTS.md: parameters, memory and FLOPs of every draft config."""
+    """docs/drafts.md: parameters, memory and FLOPs of every draft config."""
     mask = torch.zeros(TOKENS, dtype=torch.bool)
     mask[-SUPERVISED:-1] = True
     pack = build_trim_pack(mask, ttt_length=7)
@@ -114,7 +114,7 @@ def recipe_files() -> dict[Path, str]:
 
 
 def config_reference() -> str:
-    """docs/CONFIG.md: every setting, from the dataclasses."""
+    """docs/config.md: every setting, from the dataclasses."""
     lines = [
         "# Settings",
         "",
@@ -147,8 +147,8 @@ def derived() -> dict[Path, str]:
     return {
         **drafts,
         **recipe_files(),
-        ROOT / "docs" / "DRAFTS.md": drafts_table(drafts),
-        ROOT / "docs" / "CONFIG.md": config_reference(),
+        ROOT / "docs" / "drafts.md": drafts_table(drafts),
+        ROOT / "docs" / "config.md": config_reference(),
         **{ROOT / "docs" / name: draw() for name, draw in DRAWINGS.items()},
     }
 

@@ -14,7 +14,7 @@ from specforge_trim.cli import COMMANDS
 from specforge_trim.config import config_parser
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("GUIDE.md", "ACCEPTANCE.md", "TRIMMING.md")
+PAGES = ("guide.md", "acceptance.md", "trimming.md")
 # Flags of the commands themselves and of the programs that the pages start.
 OTHERS = set(
     """--nproc_per_node --dry-run --index --out --server --layout --export-dtype --prune-vocab
@@ -42,7 +42,7 @@ def test_flags_commands_and_files_of_a_page_exist(name):
 
 
 def test_our_column_of_the_flag_table_exists():
-    rows = (ROOT / "docs" / "FLAGS.md").read_text(encoding="utf-8").splitlines()
+    rows = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8").splitlines()
     ours = [row.split("|")[1] for row in rows if row.startswith("| `")]
     assert len(ours) > 20
     flags = set(re.findall(r"--[a-z][\w-]+", " ".join(ours)))
