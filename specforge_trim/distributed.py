@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -31,11 +32,13 @@ class PeerLost(RuntimeError):
 
 
 def lost_reason(error: RuntimeError) -> str:
-    """The first line of what a failed collective says; the rest is the library's own stack."""
-    return (str(error).strip() or "no reason given").splitlines()[0]
+    """The first line of what a failed collective says, without the place in the library's source;
+    the rest is the library's own stack."""
+    first = (str(error).strip() or "no reason given").splitlines()[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", first)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class World:
     """This process among its peers."""
 

@@ -24,7 +24,13 @@ def _enter(rank, size, main, folder, seconds, arguments):
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timeout
     )
-    world = World(rank, size, torch.device("cpu"), dist.group.WORLD, timeout)
+    world = World(
+        rank=rank,
+        size=size,
+        device=torch.device("cpu"),
+        group=dist.group.WORLD,
+        timeout=timeout,
+    )
     try:
         main(world, *arguments)
     except BaseException:

@@ -65,8 +65,6 @@ class RankGroup:
     def wait(self, work: dist.Work, what: str = "sum", *, on_cpu: bool = True) -> None:
         """Waits for an operation; on a device, only makes the current stream wait for it."""
         with self._named(what):
-            # TODO: gloo's all-to-all and point-to-point operations keep neither this timeout nor
-            # the group's; a rank whose peers have gone elsewhere waits there without end.
             work.wait(self.timeout) if on_cpu else work.wait()
 
     def all_gather(self, x: Tensor) -> Tensor:
