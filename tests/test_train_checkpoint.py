@@ -160,6 +160,26 @@ def test_train_rotation_keeps_the_newest_and_clears_remains(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
 
+def test_train_rotation_spares_the_best(tmp_path):
+    model = Stub(0)
+    optimizer = build_optimizer(model, weight_decay=0.0)
+    assert ck.best(tmp_path) is None
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, model, optimizer, keep=1)
+        if step in (1, 2):
+            ck.mark_best(tmp_path, step=step, measured={"acceptance_length": step / 2})
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "best.json",
+        "step-00000002",
+        "step-00000004",
+    ]
+    found, measured = ck.best(tmp_path)
+    assert (found.step, measured) == (2, {"acceptance_length": 1.0})
+    assert ck.newest(tmp_path).step == 4
+    ck.remove_all(tmp_path)
+    assert list(tmp_path.iterdir()) == [] and ck.best(tmp_path) is None
+
+
 def test_train_failed_save_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
     model = Stub(0)
     optimizer = build_optimizer(model, weight_decay=0.0)

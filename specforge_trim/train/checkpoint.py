@@ -1,6 +1,7 @@
 """Checkpoints in torch.distributed.checkpoint format: written beside, renamed when complete.
 
     <root>/step-00000200/     .metadata, *.distcp (weights, AdamW state, RNG), meta.json
+    <root>/best.json          which of them decoded best, if that was measured
     <root>/.writing-...       a save in progress, or what a killed one left; never read
 
 meta.json holds the step, what must agree on resume (`identity`), provenance, counters, and the
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from specforge_trim.distributed import World
 
 _PARTS = {"step", "files", "identity", "progress"}  # of meta.json
+_BEST = "best.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -73,6 +75,48 @@ def remove_all(root: str | Path) -> None:
     """Removes every checkpoint under root: what --no-resume asks for."""
     for folder in Path(root).glob("step-*"):
         shutil.rmtree(folder)
+    (Path(root) / _BEST).unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------- the best one
+
+
+def mark_best(root: str | Path, *, step: int, measured: Mapping[str, Any]) -> None:
+    """Names the checkpoint of `step` as the best so far: rotation then spares it.
+
+    measured: what it was chosen by (JSON values), such as its acceptance length.
+    The mark is root/best.json and takes the place of the one before whole or not at all.
+    """
+    root = Path(root)
+    beside = root / f".writing-{_BEST}"
+    text = json.dumps({"step": step, "measured": dict(measured)}, indent=1)
+    beside.write_text(text + "\n", encoding="utf-8")
+    _sync(beside)
+    os.replace(beside, root / _BEST)
+    _sync(root)
+
+
+def best(root: str | Path) -> tuple[Checkpoint, Mapping[str, Any]] | None:
+    """The complete checkpoint marked as best and what it was chosen by; None without one."""
+    step, measured = _best_mark(Path(root))
+    found = [c for c in list_complete(root) if c.step == step]
+    return (found[0], measured) if found else None
+
+
+def _best_mark(root: Path) -> tuple[int | None, Mapping[str, Any]]:
+    try:
+        mark = json.loads((root / _BEST).read_text(encoding="utf-8"))
+        return int(mark["step"]), dict(mark["measured"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, {}
+
+
+def _rotate(root: Path, keep: int) -> None:
+    """Removes all but the `keep` newest complete checkpoints and the best one."""
+    spared, _ = _best_mark(root)
+    for old in list_complete(root)[:-keep]:
+        if old.step != spared:
+            shutil.rmtree(old.path)
 
 
 def check_identity(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
@@ -148,14 +192,14 @@ def save(
 
     identity: must agree on resume; provenance: how it was made; progress: counters to continue.
     The folder appears under its name only when every byte is on disk.  Then all but the `keep`
-    newest complete checkpoints are removed, and remains of interrupted saves.
+    newest complete checkpoints and the best one are removed, and remains of interrupted saves.
     Raises OSError naming the folder; earlier checkpoints stay as they were.
     """
     root = Path(root)
     final, writing = root / _name(step), root / f".writing-{_name(step)}"
     if world.is_main:
         root.mkdir(parents=True, exist_ok=True)
-        for stale in root.glob(".writing-*"):
+        for stale in root.glob(".writing-step-*"):
             shutil.rmtree(stale)
     world.barrier()
     state: dict[str, Any] = {
@@ -185,8 +229,7 @@ def save(
             shutil.rmtree(final)
         os.replace(writing, final)
         _sync(root)
-        for old in list_complete(root)[:-keep]:
-            shutil.rmtree(old.path)
+        _rotate(root, keep)
     world.barrier()
     return final
 

@@ -25,9 +25,9 @@ from specforge_trim.distributed import PeerLost, World
 from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.objective.teacher import Teacher
 from specforge_trim.parallel.layout import Layout
-from specforge_trim.train import checkpoint as checkpoints
 from specforge_trim.train.batch import Batch
 from specforge_trim.train.gradients import Reducer, make_reducer
+from specforge_trim.train.keeper import Keeper
 from specforge_trim.train.loader import BatchLoader, Documents
 from specforge_trim.train.metrics import StepCounts, Throughput, count_step, metrics_row
 from specforge_trim.train.optimizer import (
@@ -79,7 +79,7 @@ def train(
     reducer = make_reducer(model, world, fsdp=config.parallel.fsdp)
     left_out = _LeftOut(len(lengths), config.data.max_bad_fraction)
     optimizer = build_optimizer(model, weight_decay=options.weight_decay)
-    keep = _Keeper(config, model, optimizer, world, identity, provenance)
+    keep = Keeper(config, model, optimizer, world, identity, provenance)
     done, total = keep.resume(), schedule.total_steps
     if done >= total:
         logger.info("nothing left to train: %d of %d steps are done", done, total)
@@ -282,64 +282,3 @@ class _LeftOut:
                 f"{found} of {self._documents} documents had to be left out of one epoch, more "
                 f"than max_bad_fraction {self._max_fraction:g}: the log names each with its file"
             )
-
-
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """`key old -> new` for every setting of two resolved configurations that differs."""
-    return [
-        f"{key} {before[section][key]} -> {value}"
-        for section, values in now.items()
-        for key, value in values.items()
-        if section in before and before[section].get(key, value) != value
-    ]
-
-
-class _Keeper:
-    """Saves and restores this run's state in output_dir/checkpoints."""
-
-    def __init__(
-        self,
-        config: Config,
-        model: Eagle3Draft,
-        optimizer: torch.optim.Optimizer,
-        world: World,
-        identity: Mapping[str, Any],
-        provenance: Mapping[str, Any],
-    ) -> None:
-        self._root = config.output_dir / "checkpoints"
-        self._config, self._model, self._optimizer = config, model, optimizer
-        self._world, self._identity, self._provenance = world, identity, provenance
-        self.skipped = 0
-
-    def resume(self) -> int:
-        """Optimizer steps done before: 0, or those of the newest complete checkpoint."""
-        found = checkpoints.newest(self._root)
-        if found is None:
-            return 0
-        if not self._config.train.resume:
-            self._world.barrier()  # every rank has looked before anything is removed
-            if self._world.is_main:
-                checkpoints.remove_all(self._root)
-            self._world.barrier()
-            return 0
-        checkpoints.check_identity(found, self._identity)
-        checkpoints.restore(found, model=self._model, optimizer=self._optimizer, world=self._world)
-        self.skipped = found.meta["progress"]["skipped_steps"]
-        logger.info("resuming after step %d from %s", found.step, found.path)
-        changed = _changes(found.meta["provenance"].get("config", {}), self._config.to_dict())
-        if changed:
-            logger.warning("settings changed since that checkpoint: %s", ", ".join(changed))
-        return found.step
-
-    def save(self, step: int) -> None:
-        checkpoints.save(
-            self._root,
-            step=step,
-            model=self._model,
-            optimizer=self._optimizer,
-            world=self._world,
-            identity=self._identity,
-            provenance=self._provenance,
-            progress={"skipped_steps": self.skipped},
-            keep=self._config.train.keep_checkpoints,
-        )
