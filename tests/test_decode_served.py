@@ -129,7 +129,7 @@ class ServedDraft:
         gate, up, down = (self.w[f"layers.0.mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
         z = r + down @ (torch.nn.functional.silu(gate @ y) * (up @ y))
         normed = self.norm(z, "norm")
-        return self.w["lm_head.weight"] @ normed, normed if self.c["norm_output"] else z
+        return self.w["lm_head.weight"] @ normed, normed if self.c.get("norm_output") else z
 
     def verified(self, aux, token):
         """A verified token: drafted entries go, the pair (aux_t, x_{t+1}) joins."""

@@ -45,7 +45,7 @@ CONFIG_KEYS = {
     "attention_bias", "mlp_bias", "max_position_embeddings", "rope_theta", "rope_scaling",
     "rope_parameters", "vocab_size", "draft_vocab_size", "tie_word_embeddings", "bos_token_id",
     "eos_token_id", "pad_token_id", "torch_dtype", "dtype", "target_hidden_size", "fc_norm",
-    "norm_output", "norm_before_residual", "eagle_config",
+    "norm_before_residual", "eagle_config",
 }  # fmt: skip
 
 
@@ -139,7 +139,8 @@ def test_exact_config_keys_and_values(tmp_path):
     assert config["torch_dtype"] == config["dtype"] == "bfloat16"
     assert config["eagle_config"] == {"use_aux_hidden_state": True}
     assert config["tie_word_embeddings"] is False and config["norm_before_residual"] is False
-    assert config["fc_norm"] is False and config["norm_output"] is False
+    assert config["fc_norm"] is False
+    assert "norm_output" not in config  # SpecForge takes a written false for "no norm at the head"
 
 
 def test_several_layers_are_refused(tmp_path):

@@ -199,6 +199,14 @@ def test_a_specforge_folder_continues_without_its_norm_output(tmp_path, caplog):
     assert load_draft(out, config=asked).config.norm_output is True
 
 
+def test_a_specforge_folder_without_a_norm_at_its_head_is_told(tmp_path, caplog):
+    out, _ = export(tmp_path, draft())
+    rewrite(out, config=SPECFORGE_KEYS | {"norm_output": False}, drop=OWN_KEYS)
+    with caplog.at_level(logging.WARNING):
+        assert load_draft(out).config.norm_output is False
+    assert "norm_output false: a draft that SpecForge 0.2 trained so" in caplog.text
+
+
 def test_specforge_ids_count_from_the_first_layers_output(tmp_path):
     out, _ = export(tmp_path, draft())
     ids = {"eagle_config": {"use_aux_hidden_state": True,

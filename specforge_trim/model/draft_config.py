@@ -241,9 +241,13 @@ class DraftConfig:
             "hidden_size intermediate_size num_hidden_layers num_attention_heads "
             "num_key_value_heads head_dim rms_norm_eps max_position_embeddings "
             "vocab_size draft_vocab_size "
-            "bos_token_id eos_token_id pad_token_id target_hidden_size fc_norm norm_output"
+            "bos_token_id eos_token_id pad_token_id target_hidden_size fc_norm"
         ).split():
             out[name] = getattr(self, name)
+        # False stays unwritten: engines take it so, and SpecForge reads a written false as "the
+        # head sees the state without its norm".
+        if self.norm_output:
+            out["norm_output"] = True
         out["rope_theta"] = rope.get("rope_theta", 10000.0)
         out["rope_scaling"] = None if is_plain else scaling
         out["rope_parameters"] = rope

@@ -24,8 +24,7 @@ LAYOUTS = ("native", "speculators")
 SPECULATORS_ARCHITECTURE = "Eagle3DraftModel"
 # All of these are in a config.json of ours; other writers have some, and transformers_version.
 _OWN_KEYS = {
-    "torch_dtype", "dtype", "rope_parameters", "fc_norm", "norm_output", "norm_before_residual",
-    "eagle_config",
+    "torch_dtype", "dtype", "rope_parameters", "fc_norm", "norm_before_residual", "eagle_config",
 }  # fmt: skip
 _OTHER_ARCHITECTURES = ("LlamaForCausalLM", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3")
 
@@ -182,7 +181,13 @@ def _from_eagle(raw: dict[str, Any]) -> DraftConfig:
         raw["model_type"] = "llama"
     else:
         raw["architectures"] = [architecture]
-    if raw.pop("norm_output", False):
+    norm_output = raw.pop("norm_output", None)
+    if norm_output is False:
+        log.warning(
+            "draft import: norm_output false: a draft that SpecForge 0.2 trained so has no norm "
+            "before its head, which no engine serves; here the norm stands before the head"
+        )
+    elif norm_output:
         log.warning(
             "draft import: norm_output is not carried over: in SpecForge it says that a norm "
             "stands before the head, here (as in engines) that the normed state is fed back. For "
