@@ -31,6 +31,14 @@ class PeerLost(RuntimeError):
     """Another rank, or the launcher of this one, is gone."""
 
 
+class Stopped(RuntimeError):
+    """A signal asked this run to stop, and its state is saved."""
+
+    def __init__(self, signal: int, message: str) -> None:
+        super().__init__(message)
+        self.signal = signal
+
+
 def lost_reason(error: RuntimeError) -> str:
     """The first line of what a failed collective says, without the place in the library's source;
     the rest is the library's own stack."""
@@ -53,16 +61,12 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def check_launcher(self) -> None:
-        """Raises PeerLost when torchrun is gone: nobody would end this rank; every rank calls it.
+    def see_launcher(self) -> None:
+        """Raises PeerLost when torchrun is gone: nobody would end this rank.
 
         A worker that trained on would do so beside the run that the user starts next.
         """
-        if self.launcher is not None:
-            self.together(self._see_launcher)
-
-    def _see_launcher(self) -> None:
-        if os.getppid() != self.launcher:
+        if self.launcher is not None and os.getppid() != self.launcher:
             raise PeerLost(
                 f"torchrun (process {self.launcher}), which started this one, is gone, so "
                 "training stops; the same command continues from the newest checkpoint"
@@ -83,32 +87,58 @@ class World:
 
     def _all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         if self.group is not None:
-            try:
-                dist.all_reduce(values, op=op, group=self.group)
-            except RuntimeError as error:
-                raise PeerLost(
-                    f"rank {self.rank}: contact with another rank was lost: {lost_reason(error)}"
-                ) from error
+            self._exchange(lambda: dist.all_reduce(values, op=op, group=self.group))
         return values
+
+    def _exchange(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except RuntimeError as error:
+            raise PeerLost(
+                f"rank {self.rank}: contact with another rank was lost: {lost_reason(error)}"
+            ) from error
 
     def together(self, work: Callable[[], T]) -> T:
         """Runs `work` on every rank; raises where it failed first, PeerFailed on the others.
 
         A failure anywhere ends every rank, and only the lowest rank that failed says why.
         """
+        return self.voted(work, lambda: 0)[0]
+
+    def voted(self, work: Callable[[], T], vote: Callable[[], int]) -> tuple[T, int]:
+        """The same, with the highest vote of all ranks; a vote is cast after the work."""
         error: Exception | None = None
         try:
             result = work()
         except Exception as caught:  # reported to the peers, then raised again below
             error = caught
         # Reached by every rank, failed or not: otherwise the others would wait for this one.
-        mine = self.rank if error is not None else self.size
-        first_failed = int(self.agree_min(torch.tensor([mine], dtype=torch.int32)))
-        if first_failed == self.size:
-            return result
-        if error is not None and first_failed == self.rank:
+        # A rank that only heard of a failure stands behind those that can say why.
+        mine = 2 * self.size
+        if error is not None:
+            mine = self.rank + (self.size if isinstance(error, PeerFailed) else 0)
+        answer = self.agree_min(torch.tensor([mine, -vote()], dtype=torch.int32)).tolist()
+        if answer[0] == 2 * self.size:
+            return result, -answer[1]
+        if error is not None and answer[0] == mine:
             raise error
-        raise PeerFailed(f"rank {first_failed} could not go on")
+        raise PeerFailed(f"rank {answer[0] % self.size} could not go on")
+
+    def share(self, value: T) -> T:
+        """Rank 0's value (any object that pickles) on every rank."""
+        if self.group is None:
+            return value
+        box = [value]
+        self._exchange(lambda: dist.broadcast_object_list(box, group_src=0, group=self.group))
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in their order, on every rank."""
+        if self.group is None:
+            return [value]
+        values: list[T] = [value] * self.size
+        self._exchange(lambda: dist.all_gather_object(values, value, group=self.group))
+        return values
 
     def first(self, work: Callable[[], T]) -> T:
         """Runs `work` on rank 0, then on the others, which find its results on disk."""

@@ -55,6 +55,7 @@ def save(root, step, model, optimizer, keep=2, **identity):
         identity=identity,
         provenance={"torch": torch.__version__},
         progress={"skipped_steps": 0},
+        plan={},
         keep=keep,
     )
 
@@ -118,7 +119,7 @@ def test_train_newest_complete_checkpoint_wins(tmp_path):
     model = Stub(0)
     optimizer = build_optimizer(model, weight_decay=0.0)
     assert ck.newest(tmp_path) is None
-    for step in (2, 10, 4):
+    for step in (2, 4, 10):
         save(tmp_path, step, model, optimizer, keep=5)
     assert [c.step for c in ck.list_complete(tmp_path)] == [2, 4, 10]
     # A truncated file makes the newest one incomplete, a missing meta.json the next.

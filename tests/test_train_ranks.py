@@ -86,6 +86,7 @@ def check_checkpoint(world, folder):
         identity={},
         provenance={},
         progress={"skipped_steps": 0},
+        plan={},
         keep=1,
     )
     drawn = torch.rand(2)

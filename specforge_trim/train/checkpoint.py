@@ -1,21 +1,23 @@
-"""Checkpoints in torch.distributed.checkpoint format: written beside, renamed when complete.
+"""A run's state in torch.distributed.checkpoint format: saved beside, renamed when complete.
 
-    <root>/step-00000200/     .metadata, *.distcp (weights, AdamW state, RNG), meta.json
-    <root>/best.json          which of them decoded best, if that was measured
-    <root>/.writing-...       a save in progress, or what a killed one left; never read
+checkpoint_files.py says what lies where.  meta.json holds
 
-meta.json holds the step, what must agree on resume (`identity`), provenance, counters, and the
-size of every other file: a folder whose sizes differ is not complete.
+    step, world_size      optimizer steps done, and the ranks that wrote it
+    identity              what a resumed run must share (pipeline.run_identity): fingerprints of
+                          target and data among it
+    provenance            commit, versions, arguments, resolved configuration
+    progress              counters and the sampler's place
+    plan                  how batches were planned, as resolved
+    random                generators whose state each rank saved
+    files, meta_crc32     sizes and checksums
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,99 +26,36 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from specforge_trim.distributed import World
+from specforge_trim.distributed import PeerLost, World, lost_reason
+from specforge_trim.train.checkpoint_files import (
+    Checkpoint,
+    best,
+    checksum,
+    folder_name,
+    list_complete,
+    mark_best,
+    newest,
+    publish,
+    remove_all,
+    remove_remains,
+    rotate,
+    write_meta,
+)
 
-_PARTS = {"step", "files", "identity", "progress"}  # of meta.json
-_BEST = "best.json"
+__all__ = [
+    "Checkpoint",
+    "best",
+    "check_identity",
+    "list_complete",
+    "mark_best",
+    "newest",
+    "remove_all",
+    "restore",
+    "restore_weights",
+    "save",
+]
+
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete checkpoint folder and its meta.json."""
-
-    path: Path
-    step: int
-    meta: Mapping[str, Any]
-
-
-# ---------------------------------------------------------------------- what is on disk
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def list_complete(root: str | Path) -> list[Checkpoint]:
-    """Complete checkpoints under root, oldest first; incomplete folders are passed over."""
-    found = []
-    for folder in sorted(Path(root).glob("step-*")):
-        try:
-            meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-            sizes = {name: (folder / name).stat().st_size for name in meta["files"]}
-            whole = sizes == meta["files"] and _PARTS <= meta.keys()
-            whole = whole and isinstance(meta["identity"], dict)
-            whole = whole and "skipped_steps" in meta["progress"]
-            step = int(meta["step"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue
-        if whole:
-            found.append(Checkpoint(folder, step, meta))
-    return sorted(found, key=lambda c: c.step)
-
-
-def newest(root: str | Path) -> Checkpoint | None:
-    """The complete checkpoint with the highest step, or None."""
-    complete = list_complete(root)
-    return complete[-1] if complete else None
-
-
-def remove_all(root: str | Path) -> None:
-    """Removes every checkpoint under root: what --no-resume asks for."""
-    for folder in Path(root).glob("step-*"):
-        shutil.rmtree(folder)
-    (Path(root) / _BEST).unlink(missing_ok=True)
-
-
-# ---------------------------------------------------------------------- the best one
-
-
-def mark_best(root: str | Path, *, step: int, measured: Mapping[str, Any]) -> None:
-    """Names the checkpoint of `step` as the best so far: rotation then spares it.
-
-    measured: what it was chosen by (JSON values), such as its acceptance length.
-    The mark is root/best.json and takes the place of the one before whole or not at all.
-    """
-    root = Path(root)
-    beside = root / f".writing-{_BEST}"
-    text = json.dumps({"step": step, "measured": dict(measured)}, indent=1)
-    beside.write_text(text + "\n", encoding="utf-8")
-    _sync(beside)
-    os.replace(beside, root / _BEST)
-    _sync(root)
-
-
-def best(root: str | Path) -> tuple[Checkpoint, Mapping[str, Any]] | None:
-    """The complete checkpoint marked as best and what it was chosen by; None without one."""
-    step, measured = _best_mark(Path(root))
-    found = [c for c in list_complete(root) if c.step == step]
-    return (found[0], measured) if found else None
-
-
-def _best_mark(root: Path) -> tuple[int | None, Mapping[str, Any]]:
-    try:
-        mark = json.loads((root / _BEST).read_text(encoding="utf-8"))
-        return int(mark["step"]), dict(mark["measured"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None, {}
-
-
-def _rotate(root: Path, keep: int) -> None:
-    """Removes all but the `keep` newest complete checkpoints and the best one."""
-    spared, _ = _best_mark(root)
-    for old in list_complete(root)[:-keep]:
-        if old.step != spared:
-            shutil.rmtree(old.path)
 
 
 def check_identity(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
@@ -160,17 +99,11 @@ def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 
 def _random_state() -> dict[str, Tensor]:
+    """State of torch's generators, the only ones that training could draw from."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
-
-
-def _quiet(call: Any, *args: Any, **kwargs: Any) -> None:
-    """Runs a DCP call without its notice that a single process is a single process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        call(*args, **kwargs)
 
 
 # ---------------------------------------------------------------------- save
@@ -186,61 +119,103 @@ def save(
     identity: Mapping[str, Any],
     provenance: Mapping[str, Any],
     progress: Mapping[str, Any],
+    plan: Mapping[str, Any],
     keep: int,
 ) -> Path:
     """Writes the state after `step` optimizer steps; reached by every rank.
 
-    identity: must agree on resume; provenance: how it was made; progress: counters to continue.
+    identity: must agree on resume; provenance: how it was made; progress: counters to continue;
+    plan: how batches are planned.
     The folder appears under its name only when every byte is on disk.  Then all but the `keep`
     newest complete checkpoints and the best one are removed, and remains of interrupted saves.
     Raises OSError naming the folder; earlier checkpoints stay as they were.
     """
     root = Path(root)
-    final, writing = root / _name(step), root / f".writing-{_name(step)}"
-    if world.is_main:
-        root.mkdir(parents=True, exist_ok=True)
-        for stale in root.glob(".writing-step-*"):
-            shutil.rmtree(stale)
-    world.barrier()
-    state: dict[str, Any] = {
+    final, writing = root / folder_name(step), root / f".writing-{folder_name(step)}"
+    random = _random_state()
+    state = {
         "model": _weights(model),
         "optimizer": _moments(model, optimizer),
-        f"random_{world.rank}": _random_state(),
+        f"random_{world.rank}": random,
     }
+    meta = {
+        "step": step,
+        "world_size": world.size,
+        "identity": dict(identity),
+        "provenance": dict(provenance),
+        "progress": dict(progress),
+        "plan": dict(plan),
+        "random": sorted(random),
+    }
+
+    def finish(sums: Mapping[str, str]) -> None:
+        write_meta(writing, meta, sums)
+        publish(writing, final)
+
     try:
-        _quiet(dcp.save, state, checkpoint_id=writing, process_group=world.group)
-    except CheckpointException as error:
-        reason = next(iter(error.failures.values()))[0]
-        raise OSError(f"checkpoint {final} could not be written: {reason}") from error
-    if world.is_main:
-        meta = {
-            "step": step,
-            "world_size": world.size,
-            "identity": dict(identity),
-            "provenance": dict(provenance),
-            "progress": dict(progress),
-            "files": {p.name: p.stat().st_size for p in sorted(writing.iterdir())},
-        }
-        (writing / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
-        for file in writing.iterdir():
-            _sync(file)
-        _sync(writing)
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(writing, final)
-        _sync(root)
-        _rotate(root, keep)
-    world.barrier()
+        _on_main(world, lambda: _make_room(root))
+        world.together(lambda: _dcp(dcp.save, state, writing, world))
+        sums = _checksums(writing, world)
+        _on_main(world, lambda: finish(sums))
+    except OSError as error:
+        # What was written of it would keep a full disk full.
+        shutil.rmtree(writing, ignore_errors=True)
+        reason = error.strerror or str(error)
+        raise OSError(
+            f"checkpoint {final} could not be written: {reason}; what was saved before is "
+            "untouched, and the same command continues from there"
+        ) from error
+    _on_main(world, lambda: rotate(root, step=step, keep=keep))
     return final
 
 
-def _sync(path: Path) -> None:
-    """Asks the disk to hold what was written; a folder's entries count too."""
-    handle = os.open(path, os.O_RDONLY)
+def _on_main(world: World, work: Callable[[], None]) -> None:
+    """Runs `work` on rank 0; a failure ends every rank."""
+    world.together(lambda: work() if world.is_main else None)
+
+
+def _make_room(root: Path) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    remove_remains(root)
+
+
+def _checksums(folder: Path, world: World) -> dict[str, str]:
+    """File name -> checksum; every rank reads what it has written itself."""
+    names = world.share(sorted(p.name for p in folder.iterdir()) if world.is_main else [])
+    own = f"__{world.rank}_"  # how dcp names the files of a rank; .metadata is rank 0's
+
+    def mine(name: str) -> bool:
+        return name.startswith(own) or (world.is_main and not name.startswith("__"))
+
+    sums = world.together(lambda: {n: checksum(folder / n) for n in names if mine(n)})
+    merged = {name: crc for part in world.gather(sums) for name, crc in part.items()}
+    assert sorted(merged) == names, (sorted(merged), names)
+    return merged
+
+
+def _dcp(call: Any, state: dict[str, Any], folder: Path, world: World | None) -> None:
+    """A call of torch.distributed.checkpoint; raises OSError saying what went wrong.
+
+    Its notice that a single process is a single process is left out.
+    """
+    group = None if world is None else world.group
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            call(state, checkpoint_id=folder, process_group=group)
+    except CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        raise OSError(_why(reason, folder)) from error
+    except RuntimeError as error:
+        raise PeerLost(f"contact with another rank was lost: {lost_reason(error)}") from error
+
+
+def _why(reason: BaseException, folder: Path) -> str:
+    """torch's writer reports a full disk as a position it did not expect."""
+    if isinstance(reason, OSError):
+        return reason.strerror or str(reason)
+    free = shutil.disk_usage(folder.parent).free
+    return f"{str(reason).splitlines()[0]} ({free >> 20:,} MB are free there)"
 
 
 # ---------------------------------------------------------------------- load
@@ -249,31 +224,51 @@ def _sync(path: Path) -> None:
 def restore(
     checkpoint: Checkpoint, *, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
 ) -> int:
-    """Loads weights, AdamW state and this rank's RNG in place; returns the steps done."""
+    """Loads weights, AdamW state and this rank's RNG in place; returns the steps done.
+
+    With another number of ranks than it was saved with, generators stay as they were seeded.
+    """
     state: dict[str, Any] = {
         "model": _weights(model),
         "optimizer": _moments(model, optimizer),
     }
     if checkpoint.meta["world_size"] == world.size:
-        state[f"random_{world.rank}"] = _random_state()
-    _load(checkpoint, state, world)
-    random = state.get(f"random_{world.rank}")
-    if random is not None:
+        saved = checkpoint.meta.get("random", ["cpu"])
+        here = {kind: s for kind, s in _random_state().items() if kind in saved}
+        state[f"random_{world.rank}"] = here
+    world.together(lambda: _check_readable(checkpoint))
+    world.together(lambda: _load(checkpoint, state, world))
+    random = state.get(f"random_{world.rank}", {})
+    if "cpu" in random:
         torch.set_rng_state(random["cpu"].cpu())
-        if "cuda" in random:
-            torch.cuda.set_rng_state(random["cuda"].cpu())
+    if "cuda" in random:
+        torch.cuda.set_rng_state(random["cuda"].cpu())
     return checkpoint.step
 
 
 def restore_weights(checkpoint: Checkpoint, *, model: nn.Module) -> None:
     """Loads weights and vocabulary maps only, in one process: what export needs."""
+    _check_readable(checkpoint)
     _load(checkpoint, {"model": _weights(model)}, None)
 
 
-def _load(checkpoint: Checkpoint, state: dict[str, Any], world: World | None) -> None:
-    group = None if world is None else world.group
+def _check_readable(checkpoint: Checkpoint) -> None:
+    """Reads .metadata first: dcp would log a traceback of its own for one that it cannot read."""
     try:
-        _quiet(dcp.load, state, checkpoint_id=checkpoint.path, process_group=group)
-    except CheckpointException as error:
-        reason = next(iter(error.failures.values()))[0]
-        raise ValueError(f"checkpoint {checkpoint.path} cannot be read: {reason}") from error
+        dcp.FileSystemReader(checkpoint.path).read_metadata()
+    except Exception as error:  # a damaged pickle raises whatever its bytes spell
+        raise _unreadable(checkpoint, f".metadata: {error}") from error
+
+
+def _load(checkpoint: Checkpoint, state: dict[str, Any], world: World | None) -> None:
+    try:
+        _dcp(dcp.load, state, checkpoint.path, world)
+    except OSError as error:
+        raise _unreadable(checkpoint, str(error)) from error
+
+
+def _unreadable(checkpoint: Checkpoint, reason: str) -> ValueError:
+    return ValueError(
+        f"checkpoint {checkpoint.path} cannot be read ({reason}): remove that folder to go on "
+        "from the one before"
+    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from specforge_trim.config import Config
 from specforge_trim.distributed import World
 from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.train import checkpoint as checkpoints
+from specforge_trim.train.batch import PlanSettings
+from specforge_trim.train.sampler import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +30,19 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
+@dataclass(frozen=True)
+class About:
+    """What stands beside the state.
+
+    identity: settings that a resumed run must share; provenance: how it was made; plan: how
+    batches are planned.
+    """
+
+    identity: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+    plan: PlanSettings
+
+
 class Keeper:
     """Saves and restores this run's state in output_dir/checkpoints."""
 
@@ -35,46 +52,66 @@ class Keeper:
         model: Eagle3Draft,
         optimizer: torch.optim.Optimizer,
         world: World,
-        identity: Mapping[str, Any],
-        provenance: Mapping[str, Any],
+        schedule: Schedule,
+        about: About,
     ) -> None:
         self._root = config.output_dir / "checkpoints"
         self._config, self._model, self._optimizer = config, model, optimizer
-        self._world, self._identity, self._provenance = world, identity, provenance
+        self._world, self._schedule, self._about = world, schedule, about
+        self._saved = 0  # the step that is on disk, where any is
         self.skipped = 0
 
     def resume(self) -> int:
-        """Optimizer steps done before: 0, or those of the newest complete checkpoint."""
-        found = checkpoints.newest(self._root)
+        """Optimizer steps done before: 0, or those of the newest sound checkpoint.
+
+        Raises ValueError where every checkpoint is damaged, or the newest is another run's.
+        """
+        if not self._config.train.resume:
+            self._world.together(
+                lambda: checkpoints.remove_all(self._root) if self._world.is_main else None
+            )
+            return 0
+        found = checkpoints.newest(self._root, self._world)
         if found is None:
             return 0
-        if not self._config.train.resume:
-            self._world.barrier()  # every rank has looked before anything is removed
-            if self._world.is_main:
-                checkpoints.remove_all(self._root)
-            self._world.barrier()
-            return 0
-        checkpoints.check_identity(found, self._identity)
+        checkpoints.check_identity(found, self._about.identity)
+        self._check_order(found)
         checkpoints.restore(found, model=self._model, optimizer=self._optimizer, world=self._world)
         self.skipped = found.meta["progress"]["skipped_steps"]
         logger.info("resuming after step %d from %s", found.step, found.path)
         changed = _changes(found.meta["provenance"].get("config", {}), self._config.to_dict())
         if changed:
             logger.warning("settings changed since that checkpoint: %s", ", ".join(changed))
+        self._saved = found.step
         return found.step
 
+    def _check_order(self, found: checkpoints.Checkpoint) -> None:
+        """Documents seen so far are those that this run would have seen."""
+        saved = found.meta["progress"].get("order")
+        if saved is not None and saved != self._schedule.order_digest(found.step):
+            raise ValueError(
+                f"checkpoint {found.path} has seen other documents in its {found.step} steps than "
+                "this version of the package would have chosen: continue with the version it was "
+                "made with (meta.json names it), or start over with --no-resume"
+            )
+
     def save(self, step: int) -> None:
+        """Writes the state after `step` steps, unless it is there already."""
+        if step == self._saved:
+            return
         checkpoints.save(
             self._root,
             step=step,
             model=self._model,
             optimizer=self._optimizer,
             world=self._world,
-            identity=self._identity,
-            provenance=self._provenance,
-            progress={"skipped_steps": self.skipped},
+            identity=self._about.identity,
+            provenance=self._about.provenance,
+            progress={"skipped_steps": self.skipped, **self._schedule.place(step)},
+            plan=dataclasses.asdict(self._about.plan),
             keep=self._config.train.keep_checkpoints,
         )
+        self._saved = step
 
     def mark_best(self, step: int, measured: Mapping[str, Any]) -> None:
         """Spares the checkpoint of `step`, which is on disk, from rotation; rank 0 acts.

@@ -27,7 +27,7 @@ from specforge_trim.objective.teacher import Teacher
 from specforge_trim.parallel.layout import Layout
 from specforge_trim.train.batch import Batch
 from specforge_trim.train.gradients import Reducer, make_reducer
-from specforge_trim.train.keeper import Keeper
+from specforge_trim.train.keeper import About, Keeper
 from specforge_trim.train.loader import BatchLoader, Documents
 from specforge_trim.train.metrics import StepCounts, Throughput, count_step, metrics_row
 from specforge_trim.train.optimizer import (
@@ -79,7 +79,8 @@ def train(
     reducer = make_reducer(model, world, fsdp=config.parallel.fsdp)
     left_out = _LeftOut(len(lengths), config.data.max_bad_fraction)
     optimizer = build_optimizer(model, weight_decay=options.weight_decay)
-    keep = Keeper(config, model, optimizer, world, identity, provenance)
+    about = About(identity, provenance, plan_settings(config, model, layout))
+    keep = Keeper(config, model, optimizer, world, schedule, about)
     done, total = keep.resume(), schedule.total_steps
     if done >= total:
         logger.info("nothing left to train: %d of %d steps are done", done, total)
@@ -136,7 +137,7 @@ class _Where:
     def numbered(self, steps: Iterable[list[Batch]]) -> Iterator[tuple[int, list[Batch]]]:
         for batches in steps:
             self.step += 1
-            self._world.check_launcher()
+            self._world.together(self._world.see_launcher)
             yield self.step, batches
 
     def __enter__(self) -> _Where:

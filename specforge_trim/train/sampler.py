@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -83,6 +84,21 @@ class Schedule:
 
     def epoch_of(self, step: int) -> int:
         return sum(first <= step for first in self._first_steps) - 1
+
+    def place(self, done: int) -> dict[str, int | str]:
+        """Where a run stands after `done` steps: what a checkpoint notes; JSON values."""
+        epoch = self.epoch_of(done)
+        return {
+            "epoch": epoch,
+            "step_of_epoch": done - self._first_steps[epoch],
+            "total_steps": self.total_steps,
+            "order": self.order_digest(done),
+        }
+
+    def order_digest(self, done: int) -> str:
+        """CRC-32 of the document numbers of the first `done` steps, in order, over all ranks."""
+        end = self._ends[done * self.world_size * self.accumulate]
+        return f"{zlib.crc32(self._order[:end].astype('<i4').tobytes()):08x}"
 
     def micro_batch(self, step: int, *, rank: int, index: int) -> tuple[int, ...]:
         """Document numbers of one micro-batch; () for a rank that has none left."""
