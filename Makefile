@@ -25,21 +25,27 @@ SMOKE  ?= 0
 EPOCHS ?=
 CACHE  ?= .quickstart
 
+# `make peers`: an environment of its own, since the peers pin other versions.
+PEERS       ?= .peers
+PEERS_STAMP := $(PEERS)/.installed
+
 # One thread per test process: two processes then fill two cores without fighting over them.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 PYTEST   := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --timeout 300
 
-.PHONY: help quickstart test test-full lint format bench clean
+.PHONY: help quickstart test test-full peers lint format bench clean
 
 help:
 	@echo "make quickstart   train, export and measure a small draft model on this machine"
 	@echo "                  SMOKE=1 three training steps; EPOCHS=8 longer; CACHE=dir keep files there"
 	@echo "make test         the test suite (a few minutes on two cores)"
 	@echo "make test-full    the slow tests too"
+	@echo "make peers        SpecForge and speculators as oracles for export, import and losses"
+	@echo "                  (PEERS=dir keeps their environment there)"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff rewrite the files"
 	@echo "make bench        the benchmarks"
-	@echo "make clean        remove .venv, caches and build files (never CACHE or runs/)"
+	@echo "make clean        remove .venv, .peers, caches and build files (never CACHE or runs/)"
 
 $(STAMP): setup.py constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: needs Python 3.11 or newer with venv; \
@@ -64,6 +70,19 @@ test: $(STAMP)
 test-full: $(STAMP)
 	$(PYTEST)
 
+$(PEERS_STAMP): tests/peers/requirements.txt constraints.txt
+	@$(PYTHON) $(USABLE) || { echo "error: needs Python 3.11 or newer with venv; \
+	name one with PYTHON=..." >&2; exit 2; }
+	@echo "setting up $(PEERS): some minutes on a slow line"
+	@$(PYTHON) -m venv '$(PEERS)'
+	@'$(PEERS)'/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch
+	@'$(PEERS)'/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+		-r tests/peers/requirements.txt
+	@touch '$(PEERS_STAMP)'
+
+peers: $(PEERS_STAMP)
+	'$(PEERS)'/bin/python tests/peers/check_peers.py
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -78,5 +97,5 @@ bench: $(STAMP)
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) .peers build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
