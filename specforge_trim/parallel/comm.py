@@ -52,26 +52,26 @@ class RankGroup:
         """Elementwise minimum over ranks of an int32 CPU tensor (1 = yes: all agree)."""
         assert votes.dtype == torch.int32 and votes.device.type == "cpu", votes
         self._count("all_reduce", 2 * (self.size - 1) * _bytes(votes) // self.size)
-        with self._named("agreement"):
+        with self.named("agreement"):
             dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self.group)
         return votes
 
     def start_sum(self, x: Tensor) -> dist.Work:
         """Starts the sum over ranks of x, in place; `wait` for the result."""
         self._count("all_reduce", 2 * (self.size - 1) * _bytes(x) // self.size)
-        with self._named("sum"):
+        with self.named("sum"):
             return dist.all_reduce(x, group=self.group, async_op=True)
 
     def wait(self, work: dist.Work, what: str = "sum", *, on_cpu: bool = True) -> None:
         """Waits for an operation; on a device, only makes the current stream wait for it."""
-        with self._named(what):
+        with self.named(what):
             work.wait(self.timeout) if on_cpu else work.wait()
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[n, ...] of every rank, n the same on all, end to end: [P * n, ...]."""
         out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         self._count("all_gather", (self.size - 1) * _bytes(x))
-        with self._named("all_gather"):
+        with self.named("all_gather"):
             work = _all_gather(out, x.contiguous(), group=self.group, async_op=True)
         self.wait(work, "all_gather", on_cpu=not x.is_cuda)
         return out
@@ -80,7 +80,7 @@ class RankGroup:
         """Rank r's [n, ...] of the sum over ranks of x [P * n, ...]."""
         out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
         self._count("reduce_scatter", (self.size - 1) * _bytes(out))
-        with self._named("reduce_scatter"):
+        with self.named("reduce_scatter"):
             work = _reduce_scatter(out, x.contiguous(), group=self.group, async_op=True)
         self.wait(work, "reduce_scatter", on_cpu=not x.is_cuda)
         return out
@@ -94,7 +94,7 @@ class RankGroup:
         out = x.new_empty(sum(receive), *x.shape[1:])
         entry = _bytes(x) // max(x.shape[0], 1)
         self._count("all_to_all", (x.shape[0] - send[self.rank]) * entry)
-        with self._named("all_to_all"):
+        with self.named("all_to_all"):
             work = dist.all_to_all_single(
                 out, x.contiguous(), list(receive), list(send), group=self.group, async_op=True
             )
@@ -112,7 +112,7 @@ class RankGroup:
         after, before = (
             dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1)
         )
-        with self._named("send to the next rank"):
+        with self.named("send to the next rank"):
             requests = dist.batch_isend_irecv(
                 [
                     dist.P2POp(dist.isend, x, after, self.group, tag),
@@ -131,7 +131,8 @@ class RankGroup:
         self.sent[operation] = self.sent.get(operation, 0) + count
 
     @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
+    def named(self, what: str) -> Iterator[None]:
+        """Turns an error of a collective inside into PeerLost with this rank and its group."""
         try:
             yield
         except RuntimeError as error:

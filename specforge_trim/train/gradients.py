@@ -143,13 +143,19 @@ class FullySharded:
         self._model = model
         self._root = fully_shard(_Tied(model), mesh=mesh, reshard_after_forward=False)
         self._root.set_gradient_divide_factor(1.0)  # a sum over ranks, not their mean
+        # Without this a factor becomes an operation of NCCL's own, which gloo refuses.
+        self._root.set_force_sum_reduction_for_comms(True)
+        assert world.group is not None
+        self._group = RankGroup.of(world.group, name="world", timeout=world.timeout)
 
     def begin(self) -> None:
-        self._root.unshard()
+        with self._group.named("gathering the weights"):
+            self._root.unshard()
         ensure_gradients(self._model)
 
     def rows_done(self) -> None:
         """Nothing: the one reduction comes after the context backward."""
 
     def finish(self) -> None:
-        self._root().backward()
+        with self._group.named("sum of gradients"):
+            self._root().backward()
