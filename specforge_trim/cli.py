@@ -81,6 +81,11 @@ def train_command(argv: Sequence[str]) -> None:
     logger.info("trained %d steps; state in %s", summary.steps, config.output_dir)
     if summary.skipped_steps:
         logger.warning("%d steps had no supervised row and moved no weight", summary.skipped_steps)
+    if summary.non_finite_steps:
+        logger.warning(
+            "%d steps moved no weight: a loss or gradient was not finite (named above)",
+            summary.non_finite_steps,
+        )
     distributed.stop(world)
 
 

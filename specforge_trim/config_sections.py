@@ -300,6 +300,12 @@ class TrainConfig:
     )
     weight_decay: float = option(0.0, "decoupled weight decay of matrices", at_least=0.0)
     max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", above=0.0)
+    max_non_finite_steps: int = option(
+        10,
+        "steps of a run that may be left out because a loss or gradient is not finite (all ranks "
+        "leave them out, the log names the conversations); one more stops the run",
+        at_least=0,
+    )
     dtype: str = option(
         "float32", "number format of the computation; weights stay fp32", choices=DTYPES
     )

@@ -11,6 +11,8 @@ one without a micro-batch. The sums are over all ranks, data and sequence parall
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -36,6 +38,10 @@ class Reducer(Protocol):
 
     def finish(self) -> None:
         """After the last micro-batch; then every gradient is the sum over ranks."""
+        ...
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Whole weights outside of a step; gradients made there reach no rank. Collective."""
         ...
 
 
@@ -84,6 +90,9 @@ class Replicated:
             self._late.start(self._group)
             self._early.wait(self._group)
             self._late.wait(self._group)
+
+    def whole(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class _Bucket:
@@ -159,3 +168,14 @@ class FullySharded:
     def finish(self) -> None:
         with self._group.named("sum of gradients"):
             self._root().backward()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        with self._group.named("gathering the weights"):
+            self._root.unshard()
+        try:
+            yield
+        finally:
+            for parameter in self._model.parameters():
+                parameter.grad = None  # of the whole weight; its shard keeps its own
+            self._root.reshard()

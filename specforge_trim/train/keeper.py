@@ -59,7 +59,7 @@ class Keeper:
         self._config, self._model, self._optimizer = config, model, optimizer
         self._world, self._schedule, self._about = world, schedule, about
         self._saved = 0  # the step that is on disk, where any is
-        self.skipped = 0
+        self.skipped = self.non_finite = 0
 
     def resume(self) -> int:
         """Optimizer steps done before: 0, or those of the newest sound checkpoint.
@@ -78,6 +78,7 @@ class Keeper:
         self._check_order(found)
         checkpoints.restore(found, model=self._model, optimizer=self._optimizer, world=self._world)
         self.skipped = found.meta["progress"]["skipped_steps"]
+        self.non_finite = found.meta["progress"].get("non_finite_steps", 0)
         logger.info("resuming after step %d from %s", found.step, found.path)
         changed = _changes(found.meta["provenance"].get("config", {}), self._config.to_dict())
         if changed:
@@ -107,7 +108,11 @@ class Keeper:
             world=self._world,
             identity=self._about.identity,
             provenance=self._about.provenance,
-            progress={"skipped_steps": self.skipped, **self._schedule.place(step)},
+            progress={
+                "skipped_steps": self.skipped,
+                "non_finite_steps": self.non_finite,
+                **self._schedule.place(step),
+            },
             plan=dataclasses.asdict(self._about.plan),
             keep=self._config.train.keep_checkpoints,
         )

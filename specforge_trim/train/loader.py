@@ -143,11 +143,19 @@ class BatchLoader:
         self._planned = _Planned(documents, schedule, settings, rank=rank, pack_up=num_workers > 0)
         self._num_workers = num_workers
         self._skipped = 0
+        self._numbers: tuple[int, ...] = ()  # documents of the step yielded last
 
     def take_skipped(self) -> int:
         """Documents left out of the steps yielded since the last call."""
         count, self._skipped = self._skipped, 0
         return count
+
+    def documents(self) -> Iterator[tuple[str, Batch]]:
+        """Each document of the step yielded last: its name, and a batch of it alone."""
+        for number in self._numbers:
+            document = self._documents.tokens(number)
+            name = f"{document.source} (document {document.doc_id[:12]})"
+            yield name, self._planned.batch((number,), torch.ones(1, dtype=torch.bool))
 
     def steps(self, start: int) -> Iterator[list[Batch]]:
         """The non-empty micro-batches of each optimizer step from `start` to the end."""
@@ -163,6 +171,7 @@ class BatchLoader:
             prefetch_factor=2 if self._num_workers else None,
         )
         batches: list[Batch] = []
+        numbers: tuple[int, ...] = ()
         for k, ahead in zip(order, loader, strict=True):
             for line in ahead.skipped:
                 logger.error("document left out: %s", line)  # an error: shown on every rank
@@ -173,9 +182,11 @@ class BatchLoader:
                 raise ahead.batch
             if ahead.batch is not None:
                 batches.append(self._unpack(ahead))
+                numbers += ahead.numbers
             if (k + 1) % accumulate == 0:
+                self._numbers = numbers
                 yield batches
-                batches = []
+                batches, numbers = [], ()
 
     def _agreed(self, k: int, ahead: _Ahead, group: RankGroup) -> _Ahead:
         """The micro-batch as all ranks of the group can run it: same documents, same rows.

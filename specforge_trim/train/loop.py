@@ -10,9 +10,8 @@ Letters: K ttt_length.
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
 from typing import Any
@@ -26,7 +25,14 @@ from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.objective.teacher import Teacher
 from specforge_trim.parallel.layout import Layout
 from specforge_trim.train.batch import Batch
-from specforge_trim.train.gradients import Reducer, make_reducer
+from specforge_trim.train.gradients import make_reducer
+from specforge_trim.train.guards import (
+    all_finite,
+    clear_gradients,
+    name_documents,
+    refuse_too_many,
+    without_loss,
+)
 from specforge_trim.train.keeper import About, Keeper
 from specforge_trim.train.loader import BatchLoader, Documents
 from specforge_trim.train.metrics import StepCounts, Throughput, count_step, metrics_row
@@ -46,10 +52,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainSummary:
-    """What a run ended with: optimizer steps done, those without a loss, the last metrics row."""
+    """What a run ended with.
+
+    steps: optimizer steps done; skipped_steps: those without a loss; non_finite_steps: those
+    left out because a value was not finite; last_row: of metrics.jsonl.
+    """
 
     steps: int
     skipped_steps: int
+    non_finite_steps: int
     last_row: Mapping[str, Any] | None
 
 
@@ -71,61 +82,119 @@ def train(
         model: the same weights on every rank; teacher: in the computation's dtype; both on device.
         documents, lengths, weights: each document's features, tokens, turns per epoch (None = 1).
         identity: settings that a resumed run must share; provenance: kept beside each checkpoint.
-    Raises ValueError (another run's checkpoint, gradient not finite, much bad data) or PeerLost.
+    Raises ValueError (another run's checkpoint, too many values not finite, much bad data) or
+    PeerLost.
     """
-    options, layout = config.train, sequence_layout(config, world)
+    layout = sequence_layout(config, world)
     schedule = _schedule(config, lengths, weights, layout)
-    loader = _loader(config, documents, schedule, model, layout)
-    reducer = make_reducer(model, world, fsdp=config.parallel.fsdp)
-    left_out = _LeftOut(len(lengths), config.data.max_bad_fraction)
-    optimizer = build_optimizer(model, weight_decay=options.weight_decay)
+    gradients = _Gradients(config, model, teacher, layout, world)
+    optimizer = build_optimizer(model, weight_decay=config.train.weight_decay)
     about = About(identity, provenance, plan_settings(config, model, layout))
-    keep = Keeper(config, model, optimizer, world, schedule, about)
-    done, total = keep.resume(), schedule.total_steps
-    if done >= total:
-        logger.info("nothing left to train: %d of %d steps are done", done, total)
-        return TrainSummary(done, keep.skipped, None)
-    clock = Throughput(world)
-    row: dict[str, Any] | None = None
-    log = JsonLines(config.output_dir / "metrics.jsonl", resume_step=done, write=world.is_main)
-    progress = closing(Progress(total=total, done=done, show=world.is_main))
-    with _Where(done, world) as where, progress as bar:
-        for step, batches in where.numbered(clock.waiting(loader.steps(done))):
-            counts = _count(config, batches, loader, world)
-            epoch, rate = schedule.epoch_of(step - 1), _rate(config, step - 1, total)
-            left_out.add(epoch, counts.skipped_documents)
-            clock.add(counts)
-            results, norm = list[StepResult](), None
-            if counts.has_loss:
-                results = _run_micro_batches(
-                    config, model, teacher, batches, counts, layout=layout, reducer=reducer
-                )
-                norm = _update(config, model, optimizer, rate, step, batches)
-            else:
-                keep.skipped += 1  # no supervised row on any rank: no weight may move, nor decay
-            if step % options.log_every == 0 or step == total:
-                row = {"step": step, "epoch": epoch, "lr": rate}
-                row |= _loss_metrics(config, results, counts, world)
-                row |= {"grad_norm": norm, "skipped_steps": keep.skipped, **clock.read()}
-                log.write(row | {"skipped_documents": left_out.total})
-            bar.update(row)
-            if step == total or (options.save_every and step % options.save_every == 0):
-                keep.save(step)
-    return TrainSummary(total, keep.skipped, row)
+    run = _Run(
+        config,
+        world=world,
+        schedule=schedule,
+        loader=_loader(config, documents, schedule, model, layout),
+        gradients=gradients,
+        optimizer=optimizer,
+        left_out=_LeftOut(len(lengths), config.data.max_bad_fraction),
+        keep=Keeper(config, model, optimizer, world, schedule, about),
+    )
+    return run.to_the_end(run.keep.resume())
 
 
-def _count(
-    config: Config, batches: Sequence[Batch], loader: BatchLoader, world: World
-) -> StepCounts:
-    left, length = loader.take_skipped(), config.loss.ttt_length
-    return count_step(batches, ttt_length=length, skipped=left, world=world)
+@dataclass(frozen=True)
+class _Run:
+    """A run's parts, and the loop over its steps."""
 
+    config: Config
+    world: World
+    schedule: Schedule
+    loader: BatchLoader
+    gradients: _Gradients
+    optimizer: torch.optim.Optimizer
+    left_out: _LeftOut
+    keep: Keeper
 
-def _loss_metrics(
-    config: Config, results: Sequence[StepResult], counts: StepCounts, world: World
-) -> dict[str, Any]:
-    sums = _sum_results(results, config.loss.ttt_length, world)
-    return metrics_row(sums, counts, decay=config.loss.loss_decay)
+    def to_the_end(self, done: int) -> TrainSummary:
+        """Every optimizer step after the first `done`."""
+        options, keep, total = self.config.train, self.keep, self.schedule.total_steps
+        if done >= total:
+            logger.info("nothing left to train: %d of %d steps are done", done, total)
+            return TrainSummary(done, keep.skipped, keep.non_finite, None)
+        clock = Throughput(self.world)
+        row: dict[str, Any] | None = None
+        log = self._log(done)
+        progress = closing(Progress(total=total, done=done, show=self.world.is_main))
+        with _Where(done, self.world) as where, progress as bar:
+            for step, batches in where.numbered(clock.waiting(self.loader.steps(done))):
+                counts = self._count(step, batches)
+                clock.add(counts)
+                results, norm = self.gradients.of(batches, counts)
+                if not counts.has_loss:
+                    keep.skipped += 1  # no supervised row on any rank: no weight may move or decay
+                elif all_finite(results, norm, self.world):
+                    self._update(step)
+                else:
+                    counts = self._leave_out(step, counts)
+                if step % options.log_every == 0 or step == total:
+                    row = self._row(step, results, norm, counts) | clock.read()
+                    log.write(row)
+                bar.update(row)
+                if step == total or (options.save_every and step % options.save_every == 0):
+                    keep.save(step)
+        return TrainSummary(total, keep.skipped, keep.non_finite, row)
+
+    def _log(self, done: int) -> JsonLines:
+        path = self.config.output_dir / "metrics.jsonl"
+        return JsonLines(path, resume_step=done, write=self.world.is_main)
+
+    def _count(self, step: int, batches: Sequence[Batch]) -> StepCounts:
+        """What the step covers, over all ranks; stops at too many damaged documents."""
+        left, length = self.loader.take_skipped(), self.config.loss.ttt_length
+        counts = count_step(batches, ttt_length=length, skipped=left, world=self.world)
+        self.left_out.add(self.schedule.epoch_of(step - 1), counts.skipped_documents)
+        return counts
+
+    def _rate(self, step: int) -> float:
+        options = self.config.train
+        return learning_rate(
+            step - 1,
+            total_steps=self.schedule.total_steps,
+            peak=options.learning_rate,
+            warmup_ratio=options.warmup_ratio,
+            min_ratio=options.min_lr_ratio,
+        )
+
+    def _update(self, step: int) -> None:
+        """One step of the optimizer on the gradients' clipped sum."""
+        set_learning_rate(self.optimizer, self._rate(step))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def _leave_out(self, step: int, counts: StepCounts) -> StepCounts:
+        """Names the documents of a step that is not finite and counts it; no row has a loss."""
+        self.keep.non_finite += 1
+        self.gradients.name_non_finite(step, self.loader, counts)
+        refuse_too_many(self.keep.non_finite, self.config.train.max_non_finite_steps)
+        return without_loss(counts)
+
+    def _row(
+        self, step: int, results: Sequence[StepResult], norm: float, counts: StepCounts
+    ) -> dict[str, Any]:
+        """A row of metrics.jsonl; nulls for a step that moved no weight. norm: before clipping."""
+        moved, length = counts.has_loss, self.config.loss.ttt_length
+        sums = _sum_results(results if moved else (), length, self.world)
+        return {
+            "step": step,
+            "epoch": self.schedule.epoch_of(step - 1),
+            "lr": self._rate(step),
+            **metrics_row(sums, counts, decay=self.config.loss.loss_decay),
+            "grad_norm": norm if moved else None,
+            "skipped_steps": self.keep.skipped,
+            "non_finite_steps": self.keep.non_finite,
+            "skipped_documents": self.left_out.total,
+        }
 
 
 class _Where:
@@ -178,63 +247,66 @@ def _loader(
     )
 
 
-def _run_micro_batches(
-    config: Config,
-    model: Eagle3Draft,
-    teacher: Teacher,
-    batches: Sequence[Batch],
-    counts: StepCounts,
-    *,
-    layout: Layout,
-    reducer: Reducer,
-) -> list[StepResult]:
-    """Gradients of one optimizer step, summed over micro-batches and ranks."""
-    denominators = _denominators(counts, config.loss.loss_denominator)
-    settings = step_settings(config)
-    reducer.begin()
-    results = [
-        ttt_step(
-            model,
+class _Gradients:
+    """Gradients of optimizer steps, summed over micro-batches and ranks."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: Eagle3Draft,
+        teacher: Teacher,
+        layout: Layout,
+        world: World,
+    ) -> None:
+        """With parallel.fsdp this splits the model's weights: before an optimizer is built."""
+        self._config, self._model, self._teacher = config, model, teacher
+        self._layout, self._world = layout, world
+        self._settings = step_settings(config)
+        self._reducer = make_reducer(model, world, fsdp=config.parallel.fsdp)
+
+    def of(self, batches: Sequence[Batch], counts: StepCounts) -> tuple[list[StepResult], float]:
+        """Results of these micro-batches, and the norm of their gradients' sum over ranks.
+
+        The sum is left in the model, scaled down to max_grad_norm. Without a loss on any rank
+        nothing is run: [], 0.
+        """
+        if not counts.has_loss:
+            return [], 0.0
+        self._reducer.begin()
+        results = [
+            self._run(batch, counts, self._reducer.rows_done if n == len(batches) else None)
+            for n, batch in enumerate(batches, start=1)
+        ]
+        if not batches:
+            self._reducer.rows_done()
+        self._reducer.finish()
+        return results, float(clip_gradients(self._model, self._config.train.max_grad_norm))
+
+    def name_non_finite(self, step: int, loader: BatchLoader, counts: StepCounts) -> None:
+        """Logs whose loss or gradient it was; the model's gradients are zero afterwards."""
+        clear_gradients(self._model)
+        with self._reducer.whole():
+            name_documents(
+                step,
+                loader.documents(),
+                model=self._model,
+                run=lambda batch: self._run(batch, counts, None),
+                world=self._world,
+                group=self._layout.sequence,
+            )
+
+    def _run(
+        self, batch: Batch, counts: StepCounts, after_rows: Callable[[], None] | None
+    ) -> StepResult:
+        return ttt_step(
+            self._model,
             batch,
-            teacher=teacher,
-            denominators=denominators,
-            settings=settings,
-            layout=layout,
-            after_rows=reducer.rows_done if n == len(batches) else None,
+            teacher=self._teacher,
+            denominators=_denominators(counts, self._config.loss.loss_denominator),
+            settings=self._settings,
+            layout=self._layout,
+            after_rows=after_rows,
         )
-        for n, batch in enumerate(batches, start=1)
-    ]
-    if not batches:
-        reducer.rows_done()
-    reducer.finish()
-    return results
-
-
-def _rate(config: Config, step: int, total: int) -> float:
-    return learning_rate(
-        step,
-        total_steps=total,
-        peak=config.train.learning_rate,
-        warmup_ratio=config.train.warmup_ratio,
-        min_ratio=config.train.min_lr_ratio,
-    )
-
-
-def _update(
-    config: Config,
-    model: Eagle3Draft,
-    optimizer: torch.optim.Optimizer,
-    rate: float,
-    step: int,
-    batches: Sequence[Batch],
-) -> float:
-    """One step of the optimizer on the gradients' sum; returns their norm before clipping."""
-    norm = float(clip_gradients(model, config.train.max_grad_norm))
-    _refuse_non_finite(norm, step, batches)
-    set_learning_rate(optimizer, rate)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-    return norm
 
 
 def _denominators(counts: StepCounts, kind: str) -> Tensor:
@@ -251,16 +323,6 @@ def _sum_results(results: Sequence[StepResult], ttt_length: int, world: World) -
     for result in results:
         sums += torch.stack([getattr(result, name) for name in names]).double()
     return world.sum(sums).cpu()
-
-
-def _refuse_non_finite(norm: float, step: int, batches: Sequence[Batch]) -> None:
-    """Every rank holds the same norm, so every rank stops here or none does."""
-    if not math.isfinite(norm):
-        names = ", ".join(d[:12] for batch in batches for d in batch.doc_ids)
-        raise ValueError(
-            f"the gradient of step {step} is not finite: lower --learning-rate, or look for a bad "
-            f"value in the features of this rank's documents {names}; weights are unchanged"
-        )
 
 
 class _LeftOut:
