@@ -13,7 +13,9 @@ draft's softmax, y: the draft id of the teacher's argmax, acceptance a = sum_v m
                                                          for the gradient, eta = 3
     LK losses: Samarin et al., "LK Losses: Direct Acceptance Rate Optimization for Speculative
     Decoding", arXiv 2602.23881.  Here l and a are those of each row, so that any chunking,
-    packing or split over ranks gives one result.
+    packing or split over ranks gives one result; so does speculators, while SpecForge and
+    ModelOpt take one l for all rows of a step.  a is the overlap with p, which sums to 1 over the
+    draft vocabulary; SpecForge takes the target's full-vocabulary probabilities there.
 
 Gradients by the logits z: a loss with dL/dq = g has dL/dz = q (g - sum_v q_v g_v), and
 
