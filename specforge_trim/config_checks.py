@@ -4,17 +4,14 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from specforge_trim.loss_terms import parse_objective
+from specforge_trim.loss_terms import Objective, parse_objective
 from specforge_trim.options import ConfigError
 
 
 def check_pairs(config: Any) -> None:
     """Settings that contradict each other or ask for what does not exist yet."""
     trim, attention, aux = config.trim, config.attention, config.model.aux_layers
-    try:
-        parse_objective(config.loss.objective)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    _check_objective(config.loss)
     _check_features(config)
     if trim.trim_backbone_rows and not trim.trim_loss_positions:
         raise ConfigError(
@@ -49,6 +46,18 @@ def check_pairs(config: Any) -> None:
     init = config.model.init_from
     if init is not None and not _expanded("init_from", init).is_dir():
         raise ConfigError(f"init_from = {init!r}: no such folder")
+
+
+def _check_objective(loss: Any) -> None:
+    try:
+        objective = parse_objective(loss.objective, lk_eta=loss.lk_eta)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if loss.lk_eta != Objective().lk_eta and not objective.reads_lk_eta:
+        raise ConfigError(
+            f"lk_eta = {loss.lk_eta:g} has no effect with objective = {loss.objective!r}: it "
+            "belongs to lk_lambda; drop it, or add that term"
+        )
 
 
 def _expanded(key: str, folder: str) -> Path:

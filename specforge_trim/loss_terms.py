@@ -44,6 +44,10 @@ class Objective:
         return len(self.terms) == 1 and self.terms[0][0] == "soft_ce"
 
     @property
+    def reads_lk_eta(self) -> bool:
+        return any(name == "lk_lambda" for name, _ in self.terms)
+
+    @property
     def reads_log_probs(self) -> bool:
         """Whether a term needs the logarithm of teacher probabilities too small for a float."""
         return any(name == "reverse_kl" for name, _ in self.terms)

@@ -51,6 +51,13 @@ def test_what_is_refused(text, says):
         Config(loss=LossConfig(objective=text))
 
 
+@pytest.mark.parametrize("objective", ["soft_ce", "0.5*soft_ce+0.5*lk_alpha"])
+def test_an_eta_that_nothing_reads_is_refused(objective):
+    with pytest.raises(ConfigError, match="lk_eta = 10 has no effect with .*lk_lambda"):
+        Config(loss=LossConfig(objective=objective, lk_eta=10.0))
+    Config(loss=LossConfig(objective="0.5*tv+0.5*lk_lambda", lk_eta=10.0))
+
+
 def test_every_term_has_a_gradient():
     assert set(_TERMS) | {"lk_lambda"} == set(TERMS)
 
