@@ -13,6 +13,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from specforge_trim import first_draft, pipeline
 from specforge_trim.cli import main, train_main
@@ -20,10 +21,12 @@ from specforge_trim.config import load_config
 from specforge_trim.distributed import World
 from specforge_trim.export import load_draft
 from specforge_trim.model.vocab import kept_ids
+from specforge_trim.target.hf import HFTarget
 from specforge_trim.train.loop import train
 
 TRIM = ["--trim-loss-positions", "--trim-backbone-rows"]
 ONE_BATCH = ["--tokens-per-batch", "100000"]
+NOT_OF_GRANITE = ("model_type", "architectures", "transformers_version", "pretraining_tp")
 WORLD = World(rank=0, size=1, device=torch.device("cpu"))
 
 
@@ -180,6 +183,21 @@ def test_a_run_whose_rows_are_all_outside_the_vocabulary(place, monkeypatch, fla
         assert row["loss"] == row["accuracy/0"] == row["grad_norm"] == 0.0
         assert row["acceptance/0"] > 0 and row["acceptance_in_vocab/0"] is None
     assert all(torch.equal(before[key], x) for key, x in model.state_dict().items())
+
+
+def test_the_teacher_of_a_run_scales_its_logits_as_the_target_does(place, tmp_path):
+    """Granite divides them by logits_scaling; the head's product alone is another distribution."""
+    shape = {k: v for k, v in tiny.tiny_config().to_dict().items() if k not in NOT_OF_GRANITE}
+    granite = GraniteForCausalLM(GraniteConfig(**shape, logits_scaling=5.0))
+    tiny.randomise(granite).save_pretrained(tmp_path)
+    tiny.tiny_tokenizer().save_pretrained(tmp_path)
+    _, teacher = draft(place, "--target", str(tmp_path))
+    target, ids = HFTarget.load(tmp_path, dtype=torch.float32), torch.arange(20, 40)
+    with torch.no_grad():
+        full = target.model(input_ids=ids[None]).logits[0].softmax(-1)
+    table = teacher.table(target.features(ids).last)
+    error = (table.draft_mass - full[:, teacher.draft_to_target].sum(-1)).abs().max()
+    assert float(error) < 1e-5, f"{float(error):.1e}"
 
 
 # ---------------------------------------------------------------------- vocabulary
