@@ -74,16 +74,28 @@ def draft_vocab(config: Config, target: Target, counts_V: Tensor) -> tuple[Tenso
     counts_V: occurrences over the supervised tokens of this run's data.
     Raises ConfigError when the map has another size than the draft.
     """
-    sizes = {
-        "vocab_size": target.draft.vocab_size,
-        "draft_vocab_size": target.draft.draft_vocab_size,
-    }
+    found = named_vocab(config, target)
+    if isinstance(found, tuple):
+        return found
+    return build_draft_vocab(
+        counts_V if found is None else found,
+        vocab_size=target.draft.vocab_size,
+        draft_vocab_size=target.draft.draft_vocab_size,
+    )
+
+
+def named_vocab(config: Config, target: Target) -> tuple[Tensor, Tensor] | Tensor | None:
+    """What vocab_map names: d2t and t2d, or counts [V] to choose from; None without one.
+
+    Raises ValueError when it cannot be read or is another target's, ConfigError for another size
+    than the draft has.
+    """
     path = config.model.vocab_map
     if path is None:
-        return build_draft_vocab(counts_V, **sizes)
+        return None
     found = read_vocab_maps(path, vocab_size=target.draft.vocab_size)
     if isinstance(found, Tensor):
-        return build_draft_vocab(found, **sizes)
+        return found
     d2t, t2d = found
     if d2t.numel() != target.draft.draft_vocab_size:
         raise ConfigError(

@@ -34,7 +34,7 @@ from specforge_trim.feature_sources import (
     online_documents,
     open_peer_data,
 )
-from specforge_trim.first_draft import build_draft
+from specforge_trim.first_draft import build_draft, named_vocab
 from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.provenance import provenance
 from specforge_trim.target.aux_layers import resolve_aux_layers
@@ -166,6 +166,7 @@ def train_draft(config: Config, world: World) -> TrainSummary:
         world.together(lambda: data_files(config))  # before the target is fetched
     with only_run(config.output_dir, world):
         target = open_target(config, world)
+        world.together(lambda: named_vocab(config, target))  # before hours of capturing features
         data, documents = training_data(config, target, world)
         model, teacher = world.together(
             lambda: build_draft(config, target, data, device=world.device)

@@ -232,6 +232,16 @@ def test_impossible_vocabulary_sizes_stop_before_anything_is_done(place, capsys,
     assert not (place / "failing" / "metrics.jsonl").exists()
 
 
+def test_a_vocabulary_map_that_cannot_be_used_stops_before_features_are_made(place, capsys):
+    maps = {"d2t": torch.zeros(8, dtype=torch.int64), "t2d": torch.arange(272) < 8}
+    torch.save(maps, place / "eight.pt")
+    cache = place / "unused"
+    for path, says in (("none", "no vocabulary map at"), ("eight.pt", "keeps 8 tokens")):
+        flags = ["--vocab-map", str(place / path), "--cache-dir", str(cache)]
+        assert says in failing(place, capsys, *flags)
+        assert not list(cache.rglob("*"))
+
+
 def test_low_coverage_is_said(place, capfd):
     tiny.run_recipe(place, "narrow", *TRIM, "--draft-vocab-size", "2", "--max-steps", "1")
     err = capfd.readouterr().err
