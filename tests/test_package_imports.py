@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "target": SIDE | {"data"},
     "model": SIDE | {"attention", "target"},
     "objective": SIDE | {"attention", "target"},
-    "row_sparse": SIDE | {"attention"},
+    "row_sparse": SIDE | {"attention", "objective"},
     "train": SIDE | {"parallel", "attention", "model", "objective", "data", "target"},
     "model_card": {"model"},
     "export": SIDE | {"attention", "model", "objective", "data", "target", "model_card"},
