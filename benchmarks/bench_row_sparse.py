@@ -3,9 +3,9 @@
     python benchmarks/bench_row_sparse.py --kept 0.62 0.5 0.2 0.1 --rounds 5
     python benchmarks/bench_row_sparse.py --head --kept 0.1 0.2 0.5 1.0 --rounds 3
 
-A step is forward and backward of a Qwen3 in the proportions of Qwen3-1.7B, width 1024 and 2 layers,
-with the vocabulary scaled so that the head keeps its share; one document of 2,048 tokens with kept
-rows in spans. Arms: `dense`, transformers' own layers with head skipping; `row-sparse`, the same
+A step is forward and backward of a Qwen3 in the proportions of Qwen3-1.7B: width 1024, 2 layers,
+a vocabulary with which the head keeps its share; one document of 2,048 tokens with kept rows in
+spans. Arms: `dense`, transformers' own layers with head skipping; `row-sparse`, the same
 with stop_grad_context_tokens. They alternate in pairs; a ratio is taken inside each pair, and the
 A/A row is `dense` against itself. Floor: the FLOPs that remain, of the dense ones.
 

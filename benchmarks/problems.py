@@ -201,6 +201,7 @@ def our_step(
         chunks=plan_chunks(pack, chunk_rows=chunk_rows),
         loss_weights=None,
         shard=None,
+        grad_rows=None,
         aux=lambda a, b: problem.aux[a:b],
         teacher_hidden=torch.arange(pack.supervised.shape[0], dtype=torch.float32)[:, None],
     )

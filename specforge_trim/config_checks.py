@@ -18,8 +18,12 @@ def check_pairs(config: Any) -> None:
             "trim_backbone_rows needs trim_loss_positions: rows that are not forwarded cannot "
             "emit a loss; add --trim-loss-positions or drop --trim-backbone-rows"
         )
-    if trim.stop_grad_context_tokens:
-        raise ConfigError("--stop-grad-context-tokens is not available yet; drop it")
+    if trim.stop_grad_context_tokens and not trim.trim_loss_positions:
+        raise ConfigError(
+            "stop_grad_context_tokens needs trim_loss_positions: losses at every row would send "
+            "gradients into the rows that are cut; add --trim-loss-positions or drop "
+            "--stop-grad-context-tokens"
+        )
     _check_vocab(config.model)
     if attention.local_attention is not None and attention.attention_backend != "usp":
         raise ConfigError(

@@ -203,7 +203,9 @@ class TrimConfig:
         at_most=1.0,
     )
     stop_grad_context_tokens: bool = option(
-        False, "cut the gradient of rows no loss reads (changes the gradient; not available yet)"
+        False,
+        "fc learns from rows that reach a loss only; keys and values still learn from all "
+        "(changes the gradient; needs --trim-loss-positions)",
     )
 
 

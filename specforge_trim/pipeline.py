@@ -203,6 +203,7 @@ def run_identity(
     config: Config, target: Target, data: PreparedData | PeerData, model: Eagle3Draft, world: World
 ) -> dict[str, Any]:
     """What a resumed run must share with its checkpoint: meaning of weights, order of data."""
+    cut = config.trim.stop_grad_context_tokens  # named only where it is on, as older runs do
     kept = hashlib.sha256(model.d2t.cpu().numpy().tobytes()).hexdigest()[:16]
     layers = resolve_aux_layers(target.text_config.num_hidden_layers, target.draft.aux_layers)
     return {
@@ -217,4 +218,5 @@ def run_identity(
         "ranks x accumulate": _data_ranks(config, world) * config.train.accumulate,
         "seed": config.train.seed,
         **dataclasses.asdict(config.loss),
+        **({"stop_grad_context_tokens": True} if cut else {}),
     }

@@ -56,8 +56,13 @@ def rope(x, position, theta):
     return torch.stack(out, dim=-1)
 
 
-def unroll_document(model: OracleModel, doc: OracleDocument, steps: int, filler: int = 0):
-    """Logits [step][row] of a document's dense unroll."""
+def unroll_document(
+    model: OracleModel, doc: OracleDocument, steps: int, filler: int = 0, learning=None
+):
+    """Logits [step][row] of a document's dense unroll.
+
+    learning: rows whose g^0 takes a gradient; None = all.
+    """
     p, length = model.params, len(doc.ids)
     hidden = []
     for t in range(length):
@@ -67,7 +72,8 @@ def unroll_document(model: OracleModel, doc: OracleDocument, steps: int, filler:
             a = torch.cat(
                 [rms(x, p[f"fc_norm.{n}.weight"], model.eps) for n, x in enumerate(parts)]
             )
-        hidden.append(p["fc.weight"] @ a)
+        g = p["fc.weight"] @ a
+        hidden.append(g if learning is None or t in learning else g.detach())
     depth = 1 + len({n.split(".")[1] for n in p if n.startswith("layers.")})
     names = ["midlayer."] + [f"layers.{n}." for n in range(1, depth)]
     # keys[layer][step][row]

@@ -56,7 +56,7 @@ def base(place, *, target="target", data="train.jsonl"):
         (["--draft-vocab-size", "0"], ["draft_vocab_size", "0"]),
         (["--draft-vocab-size", "9999"], ["draft_vocab_size", "9999", "272"]),
         (["--attention-backend", "usp"], ["usp", "one"]),
-        (["--stop-grad-context-tokens"], ["--stop-grad-context-tokens", "not available"]),
+        (["--stop-grad-context-tokens"], ["--stop-grad-context-tokens", "--trim-loss-positions"]),
         (["--no-such-flag"], ["--no-such-flag"]),
         (["--train-data", "no.jsonl"], ["no.jsonl", "no such file"]),
         (["--train-data", "{place}"], ["{place}", "is a folder, expected a file"]),

@@ -122,7 +122,7 @@ def test_config_bad_files_name_key_and_file(recipe, text, words):
         (["--warmup-ratio", "1.5"], ["warmup_ratio", "at most 1"]),
         (["--attention-backend", "flash"], ["attention_backend", "sdpa"]),
         (["--local-attention", "sdpa"], ["local_attention", "attention_backend"]),
-        (["--stop-grad-context-tokens"], ["--stop-grad-context-tokens", "not available yet"]),
+        (["--stop-grad-context-tokens"], ["stop_grad_context_tokens", "trim_loss_positions"]),
         (["--aux-layers", "3", "1"], ["aux_layers", "ascending"]),
         (["--aux-layers", "1", "1"], ["aux_layers", "distinct"]),
         (["--draft-config", "no.json"], ["no.json", "no such file"]),

@@ -78,6 +78,7 @@ def online_batch(target, documents):
         chunks=plan_chunks(pack, chunk_rows=1024),
         loss_weights=None,
         shard=None,
+        grad_rows=None,
         aux=lambda a, b: aux[a:b],
         teacher_hidden=last[pack.supervised + 1],
     )

@@ -139,6 +139,7 @@ def make_batch(
     max_group: int = 2048,
     dtype: torch.dtype = torch.float64,
     loss_weights: tuple[torch.Tensor, ...] | None = None,
+    grad_rows: torch.Tensor | None = None,
 ) -> SimpleNamespace:
     """The fields of a training batch, built without the loader."""
     cu = case.cu_seqlens
@@ -154,6 +155,7 @@ def make_batch(
         chunks=plan_chunks(pack, chunk_rows=chunk_rows, group_gap=group_gap, max_group=max_group),
         loss_weights=loss_weights,
         shard=None,
+        grad_rows=grad_rows,
         aux=lambda a, b: aux[a:b],
         teacher_hidden=last[pack.supervised + 1],
     )

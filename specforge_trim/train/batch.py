@@ -65,6 +65,7 @@ class PlanSettings:
     trim_backbone_rows: bool = False
     max_density: float = 1.0
     chunk_rows: int = 1024
+    stop_grad: bool = False
     dims: DraftDims | None = None  # None: the batch carries no cost
     sequence: SequenceSplit | None = None  # None: this rank trains on its documents alone
 
@@ -103,6 +104,8 @@ class Batch:
     cost                     FLOPs of the pack, where asked for
     shard                    this rank's share of a sequence that ranks share; pack, chunks,
                              teachers, weights and counts then cover this rank's rows only
+    grad_rows                int64, rows whose g^0 takes a gradient: those that reach a loss,
+                             trimmed or not; None = all (stop_grad_context_tokens off)
     """
 
     input_ids: Tensor
@@ -119,6 +122,7 @@ class Batch:
     doc_ids: tuple[str, ...] = ()
     cost: PackCost | None = None
     shard: Shard | None = None
+    grad_rows: Tensor | None = None
 
 
 def make_batch(
@@ -164,7 +168,17 @@ def make_batch(
         doc_ids=tuple(document.doc_id for document in documents),
         cost=plan.cost,
         shard=plan.shard,
+        grad_rows=_grad_rows(m, cu_seqlens, settings),
     )
+
+
+def _grad_rows(m: Tensor, cu_seqlens: Tensor, settings: PlanSettings) -> Tensor | None:
+    """R_0 of the trimmed pack, whatever the guard and the trim flags made of it."""
+    if not settings.stop_grad:
+        return None
+    pack = build_trim_pack(m, settings.ttt_length, cu_seqlens=cu_seqlens, chain=settings.chain)
+    first = pack.steps[0]
+    return first.rows[:0] if first.is_dead else first.rows
 
 
 @dataclass(frozen=True)

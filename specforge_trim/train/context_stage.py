@@ -10,6 +10,9 @@ trimmed there. The gradient of a lower layer's K0/V0 is complete only after all 
 that layer, so the backward goes layer by layer from the top, each layer's query chunks first,
 then its keys and values.
 
+stop_grad_context_tokens: g^0 of rows that no loss reads receives no gradient. fc and its norm
+then learn from the other rows alone; keys, values and their norms still learn from all tokens.
+
 Where ranks share a sequence, each runs this stage over its own block of the tokens. Its keys go
 to the home that the ranks share, its g^0 to the ranks that compute the rows, and their gradients
 come back the same ways.
@@ -60,13 +63,14 @@ class ContextChunk:
 
     tokens: int64 [n], absolute positions, ascending. pieces: (document start, lo, hi) of each
     stretch [lo, hi) they form. rows: slice of the stage's rows. row_index: their positions
-    inside `tokens`.
+    inside `tokens`. grad_index: positions of the tokens whose g^0 takes a gradient, None = all.
     """
 
     tokens: Tensor
     pieces: tuple[tuple[int, int, int], ...]
     rows: slice
     row_index: Tensor
+    grad_index: Tensor | None = None
 
     def as_step(self, device: torch.device) -> ChunkStep:
         """All tokens of the chunk as queries of step 0."""
@@ -104,7 +108,11 @@ def context_chunks(
         edges = torch.tensor([group[0][1], group[-1][2]])
         first, last = torch.searchsorted(rows, edges).tolist()
         index = torch.searchsorted(own, rows[first:last])
-        return ContextChunk(own, tuple(group), slice(first, last), index)
+        learning = None
+        if batch.grad_rows is not None:
+            a, b = torch.searchsorted(batch.grad_rows, edges).tolist()
+            learning = torch.searchsorted(own, batch.grad_rows[a:b])
+        return ContextChunk(own, tuple(group), slice(first, last), index, learning)
 
     for start, length in zip(starts, lengths, strict=True):
         a, end = max(start, lowest), min(start + length, highest)
@@ -173,11 +181,26 @@ class ContextStage:
         """Where tokens stand among this rank's n."""
         return tokens - self.first if self.first else tokens
 
-    def _project(self, chunk: ContextChunk) -> Tensor:
-        """g^0 [n, D] of a chunk's tokens."""
+    def _aux(self, chunk: ContextChunk) -> Tensor:
+        """Aux states [n, A*Dt] of a chunk's tokens."""
         parts = [self.batch.aux(a, b) for _, a, b in chunk.pieces]
         aux = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.model.project_aux(aux.to(self.device, self.dtype, non_blocking=True))
+        return aux.to(self.device, self.dtype, non_blocking=True)
+
+    def _project(self, chunk: ContextChunk) -> Tensor:
+        """g^0 [n, D] of a chunk's tokens."""
+        return self.model.project_aux(self._aux(chunk))
+
+    def _project_cut(self, chunk: ContextChunk, learning: Tensor) -> tuple[Tensor, Tensor]:
+        """g^0 [n, D] of a chunk's tokens, with a gradient at `learning` only, and it there.
+
+        Not by torch.where: the backward of fc then runs the learning tokens alone.
+        """
+        aux = self._aux(chunk)
+        with torch.no_grad():
+            whole = self.model.project_aux(aux)
+        own = self.model.project_aux(aux.index_select(0, learning))
+        return whole.index_copy(0, learning, own), own
 
     def _inputs(self, layer: int, tokens: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What a layer's projections read at step 0, with cos and sin of the tokens."""
@@ -275,24 +298,41 @@ class ContextStage:
         """Back through k and v of a layer and, for the first one, through fc."""
         tokens = self._put(chunk.tokens)
         places = self._places(tokens)
+        learning = None if chunk.grad_index is None else self._put(chunk.grad_index)
         with torch.enable_grad():
-            if layer == 0:
-                x = self._project(chunk)
+            if layer > 0:
+                own = x = self.hidden[layer].index_select(0, places).requires_grad_()
+            elif learning is None:
+                own = x = self._project(chunk)
             else:
-                x = self.hidden[layer].index_select(0, places).requires_grad_()
+                x, own = self._project_cut(chunk, learning)
             k, v = self.model.stack[layer].key_value(*self._inputs(layer, tokens, x))
             outputs = [k, v]
-            if layer == 0 and d_hidden is None:
-                outputs.append(x.index_select(0, self._put(chunk.row_index)))
-            elif layer == 0:
-                outputs.append(x)
+            if layer == 0 and d_hidden is None and learning is None:
+                own = x.index_select(0, self._put(chunk.row_index))
+            if layer == 0:
+                outputs.append(own)
         gradients = [d[places].to(k.dtype) for d in d_keys]
-        if layer == 0 and d_hidden is None:
-            gradients.append(d_rows[chunk.rows])
-        elif layer == 0:
-            assert d_hidden is not None
-            gradients.append(d_hidden.index_select(0, places))
+        if layer == 0:
+            gradients.append(self._input_gradient(chunk, places, learning, d_rows, d_hidden))
         torch.autograd.backward(outputs, gradients)
         if layer > 0:
             assert d_hidden is not None and x.grad is not None
             d_hidden.index_add_(0, places, x.grad)
+
+    def _input_gradient(
+        self,
+        chunk: ContextChunk,
+        places: Tensor,
+        learning: Tensor | None,
+        d_rows: Tensor,
+        d_hidden: Tensor | None,
+    ) -> Tensor:
+        """Gradient of g^0 from its queries: of a chunk's rows, tokens, or learning tokens."""
+        own = d_rows[chunk.rows]
+        if d_hidden is not None:
+            own = d_hidden.index_select(0, places)
+        elif learning is not None:
+            every = own.new_zeros(places.shape[0], own.shape[1])
+            own = every.index_copy_(0, self._put(chunk.row_index), own)
+        return own if learning is None else own.index_select(0, learning)

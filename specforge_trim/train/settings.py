@@ -46,6 +46,7 @@ def plan_settings(config: Config, model: Eagle3Draft, layout: Layout) -> PlanSet
         trim_backbone_rows=config.trim.trim_backbone_rows,
         max_density=config.max_density,
         chunk_rows=_chunk_rows(config, model),
+        stop_grad=config.trim.stop_grad_context_tokens,
         dims=model.config.dims,
         sequence=_sequence_split(config, layout),
     )
