@@ -123,7 +123,7 @@ def _expand(
     def spread(x: Tensor) -> Tensor:
         return x.new_zeros(tokens).index_copy(0, keep, x)
 
-    fraction = keep.shape[0] / tokens
+    fraction = keep.shape[0] / max(1, tokens)
     return HeadRows(spread(log_probs), spread(entropy), spread(right), fraction)
 
 
