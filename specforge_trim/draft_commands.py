@@ -113,7 +113,10 @@ def read_target_config(target: str | Path, *, local_only: bool = False) -> Any:
     """The transformers configuration at a config.json, in a folder, or of a hub id."""
     from transformers import AutoConfig
 
-    path = Path(target)
+    from specforge_trim.target.embedded import EMBEDDED_TARGETS, HUB_ID, resolve_target
+    from specforge_trim.target.hub import check_hub
+
+    path = Path(target).expanduser()
     if path.is_file():
         raw = json.loads(path.read_text(encoding="utf-8"))
         kind = raw.get("model_type") if isinstance(raw, dict) else None
@@ -125,4 +128,16 @@ def read_target_config(target: str | Path, *, local_only: bool = False) -> Any:
             return AutoConfig.for_model(kind, **values)
         except (ValueError, KeyError) as error:
             raise ConfigError(f"{target}: {error}") from None
-    return AutoConfig.from_pretrained(target, local_files_only=local_only)
+    name = str(target)
+    if not path.is_dir() and name.lower() not in EMBEDDED_TARGETS and not HUB_ID.fullmatch(name):
+        raise ConfigError(
+            f"target {name!r}: no such file or folder. Give a config.json, the folder that holds "
+            "one, or a hub id (owner/name)"
+        )
+    found = resolve_target(name)
+    if isinstance(found, str) and not local_only:
+        check_hub(found)
+    try:
+        return AutoConfig.from_pretrained(found, local_files_only=local_only)
+    except ValueError as error:
+        raise ConfigError(f"target {name!r}: {str(error).splitlines()[0]}") from None

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -243,8 +244,23 @@ class Parser(argparse.ArgumentParser):
         if message.startswith(prefix):
             unknown = message.removeprefix(prefix).split()[0]
             known = [s for a in self._actions for s in a.option_strings]
-            message = f"unknown argument {unknown}; {nearest(unknown.split('=')[0], known)}"
+            if unknown.startswith("-"):
+                hint = nearest(unknown.split("=")[0], known)
+                message = f"unknown argument {unknown}; {hint}"
+            else:
+                message = _stray(unknown)
+        elif found := re.fullmatch("argument ([^ ]+): ignored explicit argument (.*)", message):
+            message = f"{found[1].split('/')[0]} takes no value, got {found[2]}; write " + (
+                found[1].replace("/", " or ")
+            )
         raise ConfigError(message)
+
+
+def _stray(word: str) -> str:
+    """A word that belongs to no flag: what it may have been meant for."""
+    if word.lower() in ("true", "false", "yes", "no", "on", "off", "0", "1"):
+        return f"unexpected {word!r}: switches take no value, write --name or --no-name"
+    return f"unexpected {word!r}: it belongs to no flag (--help lists them)"
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

@@ -130,7 +130,9 @@ def test_a_rope_no_draft_can_have_and_a_missing_field_are_named():
 def test_make_config_command(tmp_path, capsys):
     folder = tmp_path / "target"
     tiny_config().save_pretrained(folder)
-    out = tmp_path / "draft.json"
+    out, empty, plain = (tmp_path / name for name in ("draft.json", "empty", "plain"))
+    empty.mkdir(), plain.mkdir()
+    (plain / "config.json").write_text("{}")
     assert main(["make-config", str(folder), "--draft-vocab-size", "64", "--out", str(out)]) == 0
     config = DraftConfig.from_json(out)
     assert (config.hidden_size, config.head_dim, config.draft_vocab_size) == (40, 16, 64)
@@ -141,10 +143,14 @@ def test_make_config_command(tmp_path, capsys):
     for argv, match in (
         (["make-config", str(folder), "--out", str(out)], "exists"),
         (["make-config", str(folder), "--draft-vocab-size", "1000"], "draft_vocab_size"),
-        (["make-config", str(out.with_name("none.json"))], "none.json"),
+        (["make-config", str(out.with_name("none.json"))], "none.json': no such file or folder"),
+        (["make-config", "/nope"], "'/nope': no such file or folder. Give a config.json"),
+        (["make-config", str(empty)], "without config.json"),
+        (["make-config", str(plain)], "Unrecognized model"),
     ):
         assert main(argv) == 2
-        assert match in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert match in error and error.count("\n") == 1, error
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)

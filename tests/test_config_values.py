@@ -127,6 +127,12 @@ def test_config_bad_files_name_key_and_file(recipe, text, words):
         (["--aux-layers", "1", "1"], ["aux_layers", "distinct"]),
         (["--draft-config", "no.json"], ["no.json", "no such file"]),
         (["--seed"], ["--seed"]),
+        (
+            ["--trim-loss-positions=false"],
+            ["--trim-loss-positions takes no value", "or --no-trim-loss-positions"],
+        ),
+        (["--trim-loss-positions", "false"], ["'false'", "write --name or --no-name"]),
+        (["word"], ["unexpected 'word': it belongs to no flag (--help lists them)"]),
         (["--seed", str(10**26)], ["seed", "at most"]),
         (["--ttt-length", "1000000"], ["ttt_length", "at most 64"]),
         (["--epochs", "1000000000"], ["epochs", "at most 1000"]),

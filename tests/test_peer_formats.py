@@ -298,6 +298,17 @@ def test_maps_that_do_not_fit_are_refused(tmp_path):
     torch.save({"t2d": T2D}, path)
     with pytest.raises(ValueError, match="does not hold d2t"):
         read_vocab_maps(path, vocab_size=8)
+    torch.save({"d2t": [2, 2, 5], "t2d": T2D}, path)
+    with pytest.raises(ValueError, match="d2t and t2d are no tensors"):
+        read_vocab_maps(path, vocab_size=8)
+    np.save(tmp_path / "d2t.npy", D2T.numpy())
+    with pytest.raises(ValueError, match="d2t.npy and t2d.npy go together"):
+        read_vocab_maps(tmp_path / "d2t.npy", vocab_size=8)
+    for name, content in (("a.pt", b"not torch"), ("token_freq.pt", b""), ("t2d.npy", b"x")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name} cannot be read as a vocabulary map") as it:
+            read_vocab_maps(tmp_path / name, vocab_size=8)
+        assert "weights_only" not in str(it.value) and "\n" not in str(it.value)
     path.write_text("x")
     with pytest.raises(ValueError, match="cannot be read"):
         read_vocab_maps(path, vocab_size=8)

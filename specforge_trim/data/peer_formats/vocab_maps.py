@@ -28,15 +28,14 @@ def read_vocab_maps(path: str | Path, *, vocab_size: int) -> tuple[Tensor, Tenso
         return _counts(_load(file), file, vocab_size)
     if file.suffix == ".npy":
         folder = file.parent
-        d2t, t2d = (
-            torch.from_numpy(np.load(folder / name, allow_pickle=False))
-            for name in ("d2t.npy", "t2d.npy")
-        )
+        d2t, t2d = (_array(folder / name) for name in ("d2t.npy", "t2d.npy"))
     else:
         found = _load(file)
         if not isinstance(found, dict) or not {"d2t", "t2d"} <= set(found):
             raise ValueError(f"{file} does not hold d2t and t2d")
         d2t, t2d = found["d2t"], found["t2d"]
+        if not (isinstance(d2t, Tensor) and isinstance(t2d, Tensor)):
+            raise ValueError(f"{file}: d2t and t2d are no tensors")
     return _offsets(d2t.long(), t2d.bool(), file, vocab_size)
 
 
@@ -50,12 +49,23 @@ def _find(path: Path) -> Path:
     raise ValueError(f"no vocabulary map at {path}: expected one of {', '.join(names)}")
 
 
+def _array(file: Path) -> Tensor:
+    try:
+        return torch.from_numpy(np.load(file, allow_pickle=False))
+    except FileNotFoundError:
+        raise ValueError(f"no vocabulary map at {file}: d2t.npy and t2d.npy go together") from None
+    except (OSError, ValueError, EOFError, TypeError) as error:
+        raise ValueError(f"{file} cannot be read as a vocabulary map: {error}") from error
+
+
 def _load(file: Path) -> object:
     try:
         return torch.load(file, weights_only=True, map_location="cpu")
     except Exception as error:  # torch raises many kinds for a file that is not its own
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{file} cannot be read as a vocabulary map: {reason}") from error
+        raise ValueError(
+            f"{file} cannot be read as a vocabulary map: expected tensors d2t and t2d, or token "
+            "counts, as torch.save writes them (nothing else is unpickled)"
+        ) from error
 
 
 def _counts(found: object, file: Path, vocab_size: int) -> Tensor:
