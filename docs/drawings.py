@@ -19,20 +19,31 @@ def svg(width: int, height: int, body: list[str]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13" fill="{INK}">'
     )
-    return "\n".join([head, *body, "</svg>"]) + "\n"
+    page = box(0, 0, width, height, "white")  # readable on a dark page too
+    return "\n".join([head, page, *body, "</svg>"]) + "\n"
 
 
-def box(x: float, y: float, w: float, h: float, fill: str, label: str = "") -> str:
-    text = (
-        f'<text x="{x + w / 2}" y="{y + h / 2 + 4}" text-anchor="middle">{escape(label)}</text>'
-        if label
-        else ""
+def box(x: float, y: float, w: float, h: float, fill: str) -> str:
+    return f'<rect x="{x}" y="{y}" width="{w}" height="{h}" fill="{fill}" stroke="white"/>'
+
+
+def label(
+    x: float, y: float, text: str, anchor: str = "start", *, size: int = 13, on: str = OFF
+) -> str:
+    """Text that is read on the colour `on`."""
+    ink = "white" if on == ROW else INK
+    return (
+        f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="{size}" fill="{ink}">'
+        f"{escape(text)}</text>"
     )
-    return f'<rect x="{x}" y="{y}" width="{w}" height="{h}" fill="{fill}" stroke="white"/>{text}'
 
 
-def label(x: float, y: float, text: str, anchor: str = "start") -> str:
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
+def legend(y: float, entries: tuple[tuple[str, str], ...]) -> list[str]:
+    body, x = [], 20.0
+    for text, colour in entries:
+        body += [box(x, y, 18, 18, colour), label(x + 24, y + 14, text)]
+        x += 44 + 7.4 * len(text)
+    return body
 
 
 def kept_rows() -> str:
@@ -53,13 +64,26 @@ def kept_rows() -> str:
         body.append(label(LEFT - 12, y + CELL / 2 + 4, name, "end"))
         body += [box(LEFT + t * CELL, y, CELL, CELL, colour) for t, colour in enumerate(colours)]
     y = TOP + len(lines) * (CELL + 6) + 10
-    legend = (("prompt", PROMPT), ("answer", ANSWER), ("keys and values only", KV),
-              ("the whole draft layer", ROW), ("nothing", OFF))  # fmt: skip
-    x = 20
-    for text, colour in legend:
-        body += [box(x, y, 18, 18, colour), label(x + 24, y + 14, text)]
-        x += 40 + 8 * len(text)
+    body += legend(y, (("prompt", PROMPT), ("answer", ANSWER), ("keys and values only", KV),
+                       ("the whole draft layer", ROW), ("nothing", OFF)))  # fmt: skip
     return svg(LEFT + len(MASK) * CELL + 20, y + 36, body)
+
+
+def row_keys() -> str:
+    """The keys that one row attends to at a later step: row 6 at step 2, of 10 tokens."""
+    row, step, tokens = 6, 2, 10
+    body = [label(LEFT + t * CELL + CELL / 2, TOP - 10, str(t), "middle") for t in range(tokens)]
+    for i in range(step + 1):
+        y = TOP + i * (CELL + 6)
+        body.append(label(LEFT - 12, y + CELL / 2 + 4, f"keys of step {i}", "end"))
+        for t in range(tokens):
+            # Step 0: every token up to the row.  Later steps: the row's own key only.
+            colour = OFF if (t > row if i == 0 else t != row) else KV if i == 0 else ROW
+            body.append(box(LEFT + t * CELL, y, CELL, CELL, colour))
+    y = TOP + (step + 1) * (CELL + 6) + 10
+    body += legend(y, (("read, of the context", KV), ("read, the row's own", ROW),
+                       ("not read", OFF)))  # fmt: skip
+    return svg(LEFT + tokens * CELL + 20, y + 36, body)
 
 
 def stages() -> str:
@@ -71,27 +95,26 @@ def stages() -> str:
         ("context backward", "from the gradients of K0, V0", "recomputed in chunks", KV),
         ("optimizer", "one reduction over ranks", "", PROMPT),
     )
-    body, x, wide = [], 20, 176
+    body, x, wide, gap = [], 20, 190, 18
     for n, (name, what, note, colour) in enumerate(steps):
-        body.append(box(x, 30, wide, 44, colour))
-        body.append(label(x + wide / 2, 57, name, "middle"))
-        body.append(
-            label(x + wide / 2, 96, what, "middle").replace("<text", '<text font-size="10"')
-        )
-        body.append(
-            label(x + wide / 2, 114, note, "middle").replace("<text", '<text font-size="10"')
-        )
+        body.append(box(x, 12, wide, 44, colour))
+        body.append(label(x + wide / 2, 39, name, "middle", on=colour))
+        body.append(label(x + wide / 2, 76, what, "middle", size=11))
+        body.append(label(x + wide / 2, 93, note, "middle", size=11))
         if n + 1 < len(steps):
             body.append(
-                f'<path d="M{x + wide + 2} 52 h14 m-5 -4 l5 4 l-5 4" stroke="{INK}" fill="none"/>'
+                f'<path d="M{x + wide + 2} 34 h14 m-5 -4 l5 4 l-5 4" stroke="{INK}" fill="none"/>'
             )
-        x += wide + 18
-    body.append(box(20, 138, x - 38 - wide - 18, 20, KV))
-    body.append(label(30, 152, "K0, V0 and their gradients: what grows with the context"))
-    body.append(box(20 + wide + 18, 166, wide, 20, ROW))
-    body.append(label(30 + wide + 18, 180, "one chunk's activations"))
-    body.append(box(20 + 2 * (wide + 18), 166, wide, 20, ROW))
-    return svg(x, 200, body)
+        x += wide + gap
+    first, second = 20 + wide + gap, 20 + 2 * (wide + gap)
+    body.append(box(20, 116, 4 * wide + 3 * gap, 24, KV))
+    body.append(
+        label(30, 132, "in memory: K0, V0 and their gradients, which grow with the context")
+    )
+    for left, text in ((first, "chunk 1's activations"), (second, "chunk 2's, in their place")):
+        body.append(box(left, 146, wide, 24, ROW))
+        body.append(label(left + 10, 162, text, on=ROW))
+    return svg(x, 182, body)
 
 
-DRAWINGS = {"kept_rows.svg": kept_rows, "stages.svg": stages}
+DRAWINGS = {"kept_rows.svg": kept_rows, "row_keys.svg": row_keys, "stages.svg": stages}

@@ -49,7 +49,7 @@ def test_our_column_of_the_flag_table_exists():
     assert flags <= known_flags(), sorted(flags - known_flags())
 
 
-@pytest.mark.parametrize("name", ["kept_rows.svg", "stages.svg"])
+@pytest.mark.parametrize("name", ["kept_rows.svg", "row_keys.svg", "stages.svg"])
 def test_drawings_are_pictures(name):
     root = ET.parse(ROOT / "docs" / name).getroot()
     width, height = int(root.attrib["width"]), int(root.attrib["height"])
