@@ -9,7 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny import tiny_config
 
+from specforge_trim.model.draft import Eagle3Draft
+from specforge_trim.model.make_config import draft_for_target
 from specforge_trim.model.vocab import (
     build_draft_vocab,
     check_maps,
@@ -123,3 +126,22 @@ def test_maps_are_checked_against_each_other():
         check_maps(d2t, t2d, vocab_size=5)
     with pytest.raises(ValueError, match="int64"):
         check_maps(d2t.float(), t2d, vocab_size=4)
+
+
+def test_a_draft_whose_vocabulary_was_never_said_is_refused():
+    """Its ids would otherwise be taken for the first ids of the target, with healthy metrics."""
+    draft = Eagle3Draft(draft_for_target(tiny_config(), draft_vocab_size=3))
+    with pytest.raises(ValueError, match="no vocabulary map: call set_vocab"):
+        draft.draft_to_target  # noqa: B018
+    kept = torch.tensor([5, 6, 200])
+    t2d = torch.zeros(272, dtype=torch.bool)
+    t2d[kept] = True
+    with pytest.raises(ValueError, match="different draft vocabularies"):
+        draft.set_vocab(torch.zeros(3, dtype=torch.int64), t2d)
+    draft.set_vocab(kept - torch.arange(3), t2d)
+    assert draft.draft_to_target.tolist() == [5, 6, 200]
+    fresh = Eagle3Draft(draft.config)
+    fresh.load_state_dict(draft.state_dict())  # maps that come with weights count
+    assert fresh.draft_to_target.tolist() == [5, 6, 200]
+    full = Eagle3Draft(draft_for_target(tiny_config(), draft_vocab_size=272))
+    assert full.draft_to_target.tolist() == list(range(272))
