@@ -316,6 +316,23 @@ def test_maps_that_do_not_fit_are_refused(tmp_path):
         read_vocab_maps(tmp_path / "none", vocab_size=8)
 
 
+@pytest.mark.parametrize(
+    "counts, says",
+    [
+        ({3: float("nan")}, "holds 3: nan; expected a token id"),
+        ({3: float("inf")}, "holds 3: inf"),
+        ({"the": 4}, "holds 'the': 4"),
+        ({8: 1}, "counts token 8, the target has ids below 8"),
+        ({3: [1, 2]}, "expected a token id and how often"),
+    ],
+)
+def test_counts_that_are_none_name_the_file(tmp_path, counts, says):
+    torch.save(counts, tmp_path / "token_freq.pt")
+    with pytest.raises(ValueError, match="token_freq.pt ") as error:
+        read_vocab_maps(tmp_path, vocab_size=8)
+    assert says in str(error.value)
+
+
 def test_training_on_peer_files_with_their_vocabulary(target, documents, tmp_path, capsys):
     """The command on a SpecForge folder: same losses with files mapped and with files unpacked."""
     kept = torch.arange(3, 260, 2)  # 129 of 272

@@ -75,9 +75,15 @@ def _counts(found: object, file: Path, vocab_size: int) -> Tensor:
         raise ValueError(f"{file} holds no token counts")
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for token, count in found.items():
-        if not 0 <= int(token) < vocab_size:
+        try:
+            at, number = int(token), int(count)
+        except (TypeError, ValueError, OverflowError):  # text, or a count that is not finite
+            raise ValueError(
+                f"{file} holds {token!r}: {count!r}; expected a token id and how often it occurs"
+            ) from None
+        if not 0 <= at < vocab_size:
             raise ValueError(f"{file} counts token {token}, the target has ids below {vocab_size}")
-        counts[int(token)] = int(count)
+        counts[at] = number
     return counts
 
 
