@@ -301,3 +301,17 @@ def test_resuming_on_other_data_is_refused(place, exported, capsys):
     assert train_main(argv) == 2
     err = capsys.readouterr().err
     assert "was made with data" in err and "--init-from" in err
+
+
+def test_resuming_with_another_vocabulary_of_the_same_size_is_refused(place, capsys):
+    """Head rows mean tokens: the same data and size, but other kept ids."""
+    flags = ["--draft-vocab-size", "8", "--max-steps", "1", "--vocab-map"]
+    for name, kept in (("low", torch.arange(100, 108)), ("high", torch.arange(101, 109))):
+        t2d = torch.zeros(tiny.VOCAB_SIZE, dtype=torch.bool)
+        t2d[kept] = True
+        torch.save({"d2t": kept - torch.arange(8), "t2d": t2d}, place / f"{name}.pt")
+    tiny.run_recipe(place, "mapped", *TRIM, *flags, str(place / "low.pt"))
+    argv = ["--config", str(place / "recipe.yaml"), "--output-dir", str(place / "mapped"), *TRIM]
+    assert train_main([*argv, *flags, str(place / "high.pt")]) == 2
+    err = capsys.readouterr().err
+    assert "was made with draft_vocab_tokens" in err and "--init-from" in err
