@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from specforge_trim.target.head import model_folder, tensor_files
+from specforge_trim.target.head import TensorFiles
 
 NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")
 
@@ -28,7 +28,7 @@ def load_final_norm(path: str | Path) -> Callable[[Tensor], Tensor]:
     name = next((n for n in NORM_NAMES if hasattr(decoder, n)), "")
     if not isinstance(norm, nn.Module):
         raise ValueError(f"target {path}: its final norm has none of the names {NORM_NAMES}")
-    files = tensor_files(model_folder(path))
+    files = TensorFiles(path)
     state = {}
     for key in norm.state_dict():
         wanted = f"{name}.{key}"

@@ -4,7 +4,7 @@ Letters: V target vocabulary, Dt target hidden.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def load_embedding_and_head(path: str | Path) -> TargetHead:
     config = AutoConfig.from_pretrained(path)
     text = config.get_text_config()
     shape = (text.vocab_size, text.hidden_size)
-    files = tensor_files(model_folder(path))
+    files = TensorFiles(path)
     embed_key = _find(files, EMBEDDING_NAMES, shape)
     if embed_key is None:
         raise ValueError(
@@ -105,35 +105,70 @@ def model_folder(path: str | Path) -> Path:
     return Path(cached_file(str(path), "config.json")).parent
 
 
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> safetensors file, of a sharded or a single-file checkpoint."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {key: folder / name for key, name in names.items()}
-    single = folder / "model.safetensors"
-    if not single.exists():
-        raise ValueError(f"{folder} has no model.safetensors and no index of its shards")
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
+class TensorFiles(Mapping[str, Path]):
+    """Tensor name -> safetensors file of a folder or hub id, sharded or single.
+
+    A file of the hub is fetched when a tensor of it is asked for, and no other one is.
+    Raises ValueError when there is neither an index of shards nor a single file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._where = path
+        single = "model.safetensors"
+        index = self._file(f"{single}.index.json")
+        if index is not None:
+            self._names: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
+            return
+        only = self._file(single)
+        if only is None:
+            raise ValueError(f"{path} has no {single} and no index of its shards")
+        with safe_open(only, framework="pt") as file:
+            self._names = dict.fromkeys(file.keys(), single)
+
+    def _file(self, name: str) -> Path | None:
+        """The file on this disk, None where the model has none of that name."""
+        if Path(self._where).is_dir():
+            file = Path(self._where) / name
+            return file if file.exists() else None
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
+
+        try:
+            return Path(hf_hub_download(str(self._where), name))
+        except EntryNotFoundError:
+            return None
+
+    def __getitem__(self, tensor: str) -> Path:
+        file = self._file(self._names[tensor])
+        if file is None:
+            raise ValueError(
+                f"{self._where}: {self._names[tensor]}, which holds {tensor}, is missing"
+            )
+        return file
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
-def _find(files: dict[str, Path], names: tuple[str, ...], shape: tuple[int, int]) -> str | None:
+def _find(files: TensorFiles, names: tuple[str, ...], shape: tuple[int, int]) -> str | None:
     """The key that ends in one of `names` and has the shape; the shortest of several."""
-    found = [
-        key
-        for key in files
-        if key.endswith(".weight") and key.split(".")[-2] in names and _shape(files, key) == shape
-    ]
-    return min(found, key=lambda key: (len(key), key), default=None)
+    ends = tuple(f"{name}.weight" for name in names)
+    likely = [k for k in files if k in ends or k.endswith(tuple(f".{end}" for end in ends))]
+    # The shape may cost a download, so it is asked of one after the other.
+    return next(
+        (k for k in sorted(likely, key=lambda k: (len(k), k)) if _shape(files, k) == shape), None
+    )
 
 
-def _shape(files: dict[str, Path], key: str) -> tuple[int, ...]:
+def _shape(files: TensorFiles, key: str) -> tuple[int, ...]:
     with safe_open(files[key], framework="pt") as file:
         return tuple(file.get_slice(key).get_shape())
 
 
-def _read(files: dict[str, Path], key: str) -> Tensor:
+def _read(files: TensorFiles, key: str) -> Tensor:
     with safe_open(files[key], framework="pt") as file:
         return file.get_tensor(key)
 
@@ -143,6 +178,6 @@ def _number(config: object, key: str, default: float | None) -> float | None:
     return default if value is None else float(value)
 
 
-def _some(files: dict[str, Path], limit: int = 20) -> str:
+def _some(files: TensorFiles, limit: int = 20) -> str:
     keys = sorted(files, key=lambda key: (len(key), key))
     return ", ".join(keys[:limit]) + (", ..." if len(keys) > limit else "")

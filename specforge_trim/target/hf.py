@@ -175,14 +175,18 @@ def _keep(captured: dict[int, Tensor], k: int):
 def target_fingerprint(path: str | Path) -> str:
     """A hash of the model's config and of samples of its weight files, quick for any size.
 
-    Read: the config without version notes, each safetensors file's name, size, and 16 blocks of
-    64 KiB spread over it. A file edited elsewhere than in those blocks is not noticed.
+    Of a hub id: the config and the revision's commit, since its weights may not be here yet.
+    Of a folder: the config without version notes, each safetensors file's name, size, and 16
+    blocks of 64 KiB spread over it. A file edited elsewhere than in those is not noticed.
     """
     folder = model_folder(path)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for key in ("transformers_version", "_name_or_path", "_model_name_or_path"):
         config.pop(key, None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    if not Path(path).is_dir():
+        digest.update(folder.name.encode())  # .../snapshots/<commit>
+        return digest.hexdigest()[:24]
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
