@@ -90,9 +90,16 @@ def serving_commands(config: DraftConfig, *, target: str, layout: str, depth: in
     blocks.append(
         f"TensorRT-LLM\n\n    trtllm-serve {target} --extra_llm_api_options eagle3.yaml\n\n"
         "with eagle3.yaml:\n\n    speculative_config:\n      decoding_type: Eagle\n"
-        f"      max_draft_len: {depth}\n      speculative_model_dir: DRAFT\n"
+        f"      max_draft_len: {depth}\n      speculative_model_dir: DRAFT\n{_captured(config)}"
     )
     return "\n".join(blocks)
+
+
+def _captured(config: DraftConfig) -> str:
+    """TensorRT-LLM takes the layers from its own settings; 0-based, the output of layer k is k."""
+    if config.aux_layers is None:
+        return ""
+    return f"      eagle3_layers_to_capture: {[k - 1 for k in config.aux_layers]}\n"
 
 
 def _layers(config: DraftConfig) -> str:

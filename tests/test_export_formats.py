@@ -339,6 +339,10 @@ def test_the_card_says_how_to_serve_and_takes_the_measured_acceptance(tmp_path):
     assert "vllm serve org/target" in card
     assert load_draft(out).config.vocab_size == V  # still an export
     assert not update_acceptance(tmp_path, report)
+    # TensorRT-LLM does not read the ids of config.json.
+    assert "eagle3_layers_to_capture" not in card
+    out, _ = export(tmp_path / "ids", draft(aux_layers=(1, 4, 8)))
+    assert "eagle3_layers_to_capture: [0, 3, 7]" in (out / "README.md").read_text()
 
 
 def test_an_unknown_layout_is_named(tmp_path):
