@@ -33,6 +33,7 @@ sys.path[:0] = [str(Path(__file__).parents[i]) for i in range(3)]
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
+from flag_names import unknown_in_specforge, unknown_in_speculators  # noqa: E402
 from loguru import logger as speculators_log  # noqa: E402
 from our_side import (  # noqa: E402
     LLAMA3,
@@ -100,6 +101,13 @@ def apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return worst
 
 
+def unknown(names: set[str]) -> float:
+    """How many names the peer does not know; each is printed."""
+    for name in sorted(names):
+        print(f"unknown: {name}")
+    return float(len(names))
+
+
 def steps(logits: list[Tensor], like: list[Tensor]) -> dict[str, Tensor]:
     """Logits by step, the rows that `like` has: peers also run rows past the document's end."""
     assert len(logits) == len(like) == K
@@ -149,6 +157,7 @@ def specforge_rows(problem: Problem, folder: Path) -> Iterator[Row]:
     yield Row(
         "SpecForge", "EAGLE-3.1: logits of step 0", apart({"": first[: len(ours)]}, {"": ours})
     )
+    yield Row("SpecForge", "settings named in docs/flags.md", unknown(unknown_in_specforge()))
     yield from specforge_controls(problem, folder)
 
 
@@ -181,6 +190,7 @@ def speculators_rows(problem: Problem, folder: Path) -> Iterator[Row]:
     changes = {"aux_layers": FIVE_LAYERS, "num_aux_layers": 5}
     for what, value in load_and_save(peer, "speculators", five, folder / "five", changes):
         yield Row("speculators", f"five aux layers: {what}", value)
+    yield Row("speculators", "flags named in docs/flags.md", unknown(unknown_in_speculators()))
     ours = folder / "plain" / "ours"
     wanted = served_logits(problem, make_draft(problem))
     theirs = peer.load(ours)
