@@ -125,6 +125,36 @@ def loss_end_table(rows: list[dict]) -> str:
     )  # fmt: skip
 
 
+def row_sparse_table(rows: list[dict]) -> str:
+    header = ["tokens", "width", "rows kept", "row-sparse/dense", "A/A", "floor", "dense s"]
+    return table(
+        header,
+        [
+            [
+                f"{r['tokens']:,}", str(r["width"]), f"{r['kept']:.0%}", spread(r, "row-sparse"),
+                spread(r, "dense again"), f"{r['floor']:.3f}", f"{r['dense_seconds']:.2f}",
+            ]
+            for r in rows
+        ],
+    )  # fmt: skip
+
+
+def head_table(rows: list[dict]) -> str:
+    header = ["tokens", "dtype", "rows kept", "full MB", "skipped MB", "full s"]
+    header += ["time skipped/full", "A/A"]
+    return table(
+        header,
+        [
+            [
+                f"{r['tokens']:,}", r["dtype"], f"{r['kept']:.0%}",
+                f"{r['full_peak_bytes'] / 1e6:,.0f}", f"{r['skipped_peak_bytes'] / 1e6:,.0f}",
+                f"{r['full_seconds']:.1f}", spread(r, "skipped"), spread(r, "full again"),
+            ]
+            for r in rows
+        ],
+    )  # fmt: skip
+
+
 def plot_guard(rows: list[dict], path: Path) -> None:
     """Trimmed against dense per backend: where a curve meets 1, trimming stops paying."""
     figure, axes = plt.subplots(figsize=(6, 4))
@@ -173,6 +203,18 @@ SECTIONS = (
     ("Peak memory of a step", "memory.jsonl", memory_table, "python benchmarks/bench_memory.py"),
     ("The loss end", "loss_end.jsonl", loss_end_table, "python benchmarks/bench_loss_end.py"),
     ("Guard and break-even", "guard.jsonl", guard_table, "python benchmarks/bench_guard.py"),
+    (
+        "Row-sparse step of a dense model",
+        "row_sparse.jsonl",
+        row_sparse_table,
+        "python benchmarks/bench_row_sparse.py",
+    ),
+    (
+        "Head at kept rows of a dense model",
+        "row_sparse_head.jsonl",
+        head_table,
+        "python benchmarks/bench_row_sparse.py --head --head-tokens 4096 --kept 0.1 0.2 0.5 1.0",
+    ),
     ("Three arms of the command", "arms.jsonl", arms_table, "python benchmarks/bench_arms.py"),
 )
 

@@ -24,6 +24,7 @@ from specforge_trim import build_trim_pack, row_mask  # noqa: E402
 from specforge_trim.config import Config  # noqa: E402
 from specforge_trim.draft_commands import draft_json  # noqa: E402
 from specforge_trim.dry_run import draft_size, training_memory  # noqa: E402
+from specforge_trim.lm_config import LmConfig  # noqa: E402
 from specforge_trim.model.draft_config import DraftConfig  # noqa: E402
 from specforge_trim.options import build, flag_name, leaves_of, read_yaml  # noqa: E402
 from specforge_trim.plan.cost import pack_cost  # noqa: E402
@@ -122,11 +123,27 @@ def config_reference() -> str:
         "setting stands below its section; on the command line it is the flag beside it, and",
         "flags win. A switch has `--x` and `--no-x`. `null` is `none` on the command line.",
     ]
+    lines += _settings(Config, "")
+    lines += [
+        "",
+        "# Settings of train_draft_lm.py",
+        "",
+        "Its own sections; `train` is the one above.",
+    ]
+    lines += _settings(LmConfig, "draft_lm ", left_out=("train",))
+    return "\n".join(lines) + "\n"
+
+
+def _settings(config_class: type, prefix: str, left_out: tuple[str, ...] = ()) -> list[str]:
+    """A table per section."""
+    lines: list[str] = []
     section = None
-    for leaf in leaves_of(Config).values():
+    for leaf in leaves_of(config_class).values():
+        if leaf.section in left_out:
+            continue
         if leaf.section != section:
             section = leaf.section
-            lines += ["", f"## {section}", "", "| setting | flag | default | meaning |",
+            lines += ["", f"## {prefix}{section}", "", "| setting | flag | default | meaning |",
                       "|---|---|---|---|"]  # fmt: skip
         default = json.dumps(leaf.default if not leaf.is_tuple or leaf.default is None
                              else list(leaf.default))  # fmt: skip
@@ -134,7 +151,7 @@ def config_reference() -> str:
         if leaf.meta["choices"]:
             text += f" ({', '.join(leaf.meta['choices'])})"
         lines.append(f"| `{leaf.key}` | `{flag_name(leaf.key)}` | `{default}` | {text} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def derived() -> dict[Path, str]:

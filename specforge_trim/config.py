@@ -98,6 +98,7 @@ def config_parser(
     *,
     sections: Sequence[str] | None = None,
     usage: str | None = None,
+    config_class: type = Config,
 ) -> Parser:
     """A parser with --config and a flag per setting of the named sections (default: all)."""
     parser = Parser(
@@ -110,7 +111,7 @@ def config_parser(
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file with the settings below; flags override it"
     )
-    options.add_flags(parser, Config, sections)
+    options.add_flags(parser, config_class, sections)
     return parser
 
 

@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "summary": set(),
     "config": {"options", "loss_terms", "config_checks", "config_sections"},
     "config_sections": {"options", "loss_terms"},
+    "lm_config": {"options", "loss_terms", "config_sections"},
     "config_checks": {"options", "loss_terms"},
     "provenance": {"options", "config"},
     "distributed": {"options", "config"},
@@ -35,7 +36,8 @@ MAY_IMPORT = {
     "model": SIDE | {"attention", "target"},
     "objective": SIDE | {"attention", "target"},
     "row_sparse": SIDE | {"attention", "objective"},
-    "train": SIDE | {"parallel", "attention", "model", "objective", "data", "target"},
+    "train": SIDE
+    | {"row_sparse", "parallel", "attention", "model", "objective", "data", "target"},
     "model_card": {"model"},
     "export": SIDE | {"attention", "model", "objective", "data", "target", "model_card"},
     "decode_report": {"summary"},
@@ -44,7 +46,8 @@ MAY_IMPORT = {
 # Entry points: they may import everything, and nothing imports them.
 ENTRY_POINTS = {
     "cli", "draft_commands", "draft_setup", "dry_run", "running", "quickstart", "feature_sources",
-    "first_draft", "pipeline", "regeneration", "reports", "results", "__main__",
+    "first_draft", "pipeline", "regeneration", "reports", "results", "lm_cli", "lm_evaluate",
+    "lm_pipeline", "__main__",
 }  # fmt: skip
 OPTIONAL = {
     "flash_attn", "yunchang", "triton", "wandb", "tensorboard", "gguf", "accelerate", "pyarrow"

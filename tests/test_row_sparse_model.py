@@ -6,6 +6,7 @@ attention across documents, rotation of kept queries at the wrong positions, a f
 in its last bit, a fallback that is wrong or silent, a model that is accepted and computed wrongly.
 """
 
+import copy
 import logging
 
 import pytest
@@ -231,6 +232,15 @@ def other():
 def test_other_backbones_raise_and_name_what_is_expected(make, settings):
     with pytest.raises(ValueError, match="is not supported: expected one of Qwen3ForCausalLM"):
         enable_row_sparse(make(), settings)
+
+
+def test_a_model_with_another_config_than_its_layers_attends_by_the_plan():
+    stream = make_stream(MASKS["spans"])
+    model = make_model("llama")
+    model.config = model.model.config = copy.deepcopy(model.config)
+    _, expected = reference_step(make_model("llama"), stream, cut=False)
+    _, _, found = run(model, stream, OFF)
+    assert_equal_gradients(found, expected)
 
 
 def test_the_flag_needs_head_skipping():

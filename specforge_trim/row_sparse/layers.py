@@ -98,7 +98,7 @@ def enable_row_sparse(model: nn.Module, settings: RowSparseSettings) -> None:
             "dropout; set it to 0 in the model's config"
         )
     _register_attention()
-    model.set_attn_implementation(ATTENTION)
+    _set_attention(model, ATTENTION)
     layers = model.model.layers
     if not settings.stop_grad_context_tokens:
         return
@@ -123,7 +123,7 @@ def disable_row_sparse(model: nn.Module) -> None:
     for layer in model.model.layers:
         if isinstance(layer, _Sparse):
             layer.__class__ = layer.dense_class
-    model.set_attn_implementation("sdpa")
+    _set_attention(model, "sdpa")
 
 
 def hidden_states(
@@ -201,6 +201,13 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 # ---------------------------------------------------------------------- attention
+
+
+def _set_attention(model: nn.Module, name: str) -> None:
+    """Every layer reads its own config, which need not be the model's (one that lost layers)."""
+    model.set_attn_implementation(name)
+    for layer in model.model.layers:
+        layer.self_attn.config._attn_implementation = name
 
 
 def _register_attention() -> None:

@@ -1,0 +1,73 @@
+"""Command line of train_draft_lm.py: parses, calls the phases of lm_pipeline.py, prints."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from specforge_trim.config import config_parser
+from specforge_trim.lm_config import LmConfig, check_world, resolve
+from specforge_trim.running import guarded
+
+DESCRIPTION = """\
+Trains a dense language model (Qwen3, Qwen2, Llama, Mistral) as the draft of a larger one, by
+fine-tuning on the data's tokens (label_weight), by distillation from the target
+(distill_weight), or both. Head and losses run on supervised rows only; with
+--stop-grad-context-tokens the backward runs these rows only, which changes the gradient:
+docs/draft_lm.md says what that gains and costs. Then the draft is exported and, with
+--eval-data, its acceptance length measured by speculative decoding. The same command
+continues an interrupted run.
+
+example:
+  torchrun --nproc_per_node 1 train_draft_lm.py --config examples/draft_lm/smollm2.yaml \\
+      --stop-grad-context-tokens"""
+
+
+def train_lm_command(argv: Sequence[str]) -> None:
+    """torchrun train_draft_lm.py: data, training, export, evaluation."""
+    parser = config_parser("train_draft_lm.py", DESCRIPTION, config_class=LmConfig)
+    parser.add_argument(
+        "--evaluate-only", action="store_true",
+        help="measure the exported draft of output_dir again; trains nothing",
+    )  # fmt: skip
+    arguments = parser.parse_args(argv)
+    config = resolve(arguments)
+    check_world(config, int(os.environ.get("WORLD_SIZE", 1)))
+
+    from specforge_trim import distributed
+    from specforge_trim.cli import quiet_transformers
+    from specforge_trim.lm_pipeline import evaluate_lm_draft, train_lm_draft
+
+    quiet_transformers()
+    logger = logging.getLogger("specforge_trim")
+    world = distributed.start(
+        device=config.train.device, timeout_minutes=config.parallel.timeout_minutes
+    )
+    if not arguments.evaluate_only:
+        summary = train_lm_draft(config, world)
+        logger.info("trained %d steps; draft in %s", summary.steps, config.output_dir / "export")
+        if summary.skipped_steps:
+            logger.warning(
+                "%d steps had no supervised row and moved no weight", summary.skipped_steps
+            )
+    if config.evaluate.eval_data:
+        report = world.together(
+            lambda: evaluate_lm_draft(config, _alone(world)) if world.is_main else None
+        )
+        if report is not None:
+            print(report.format())
+    distributed.stop(world)
+
+
+def _alone(world):  # type: ignore[no-untyped-def]
+    """The same device without peers: one rank decodes."""
+    from specforge_trim.distributed import World
+
+    return World(rank=0, size=1, device=world.device)
+
+
+def train_lm_main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of train_draft_lm.py."""
+    return guarded(train_lm_command, sys.argv[1:] if argv is None else argv)

@@ -1,0 +1,182 @@
+"""Settings of train_draft_lm.py: a dense language model as the draft of a larger one.
+
+The same YAML and flags as the EAGLE trainer's; sections with the same settings are its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specforge_trim import options
+from specforge_trim.config_sections import DTYPES, DataConfig, EvaluateConfig, TrainConfig
+from specforge_trim.loss_terms import TERMS, parse_objective
+from specforge_trim.options import ConfigError, option, section
+
+
+def _section_without(base: type, name: str, *left_out: str) -> type:
+    """`base` without settings that have no meaning here."""
+    hints = typing.get_type_hints(base)
+    fields: list[Any] = [
+        (f.name, hints[f.name], dataclasses.field(default=f.default, metadata=f.metadata))
+        for f in dataclasses.fields(base)
+        if f.name not in left_out
+    ]
+    made = dataclasses.make_dataclass(
+        name, fields, frozen=True, namespace={"__doc__": base.__doc__}
+    )
+    made.__module__ = __name__
+    return made
+
+
+LmDataConfig: Any = _section_without(
+    DataConfig, "LmDataConfig", "train_features", "feature_dtype", "check_disk", "online"
+)
+
+
+@dataclass(frozen=True)
+class LmModelConfig:
+    """The target, and the dense model that drafts for it."""
+
+    target: str = option(
+        "smollm2-135m-instruct",
+        "model to be speeded up, whose tokenizer and chat template are used: a folder, a hub id, "
+        "or the embedded smollm2-135m-instruct",
+    )
+    draft: str | None = option(
+        None,
+        "model to train, a folder or hub id of a dense Qwen3, Qwen2, Llama or Mistral with the "
+        "target's vocabulary; none = the target itself (with draft_layers: a part of it)",
+    )
+    draft_layers: int | None = option(
+        None, "keep the draft's first so many layers, with its head; none = all", at_least=1
+    )
+    target_dtype: str = option(
+        "bfloat16", "number format the target runs in for soft targets", choices=DTYPES
+    )
+
+
+@dataclass(frozen=True)
+class LmLossConfig:
+    """What the draft learns from: the data's tokens, the target's distribution, or both."""
+
+    label_weight: float = option(
+        1.0, "weight of the cross-entropy against the data's own tokens; 0 = none", at_least=0.0
+    )
+    distill_weight: float = option(
+        0.0,
+        "weight of the objective against the target's distribution; 0 = fine-tuning, the target "
+        "is not run",
+        at_least=0.0,
+    )
+    objective: str = option(
+        "soft_ce",
+        "what distill_weight weighs: " + ", ".join(TERMS) + ", or a weighted sum such as "
+        "0.5*soft_ce+0.5*tv",
+    )
+    lk_eta: float = option(
+        3.0, "lk_lambda's eta: KL weighs exp(-eta * acceptance); 0 = KL alone", at_least=0.0
+    )
+
+
+@dataclass(frozen=True)
+class LmTrimConfig:
+    """What is left out of the computation."""
+
+    skip_masked_lm_head_tokens: bool = option(
+        True, "run head and losses only on rows that a loss reads; results do not change"
+    )
+    stop_grad_context_tokens: bool = option(
+        False,
+        "gradients through rows that a loss reads only, keys and values apart: faster, another "
+        "gradient (needs --skip-masked-lm-head-tokens)",
+    )
+    head_chunk_tokens: int = option(
+        8192, "most rows whose logits exist at once; fewer = less memory", at_least=1
+    )
+    activation_checkpointing: bool = option(
+        False, "keep layer inputs only and compute layers again in the backward; less memory"
+    )
+    attention_backend: str = option(
+        "sdpa", "sdpa = torch's flash kernels; fa = flash-attn", choices=("sdpa", "fa")
+    )
+
+
+@dataclass(frozen=True)
+class LmParallelConfig:
+    """Several ranks: documents are spread over them."""
+
+    fsdp: bool = option(
+        False, "split weights, gradients and optimizer state over all ranks (FSDP2)"
+    )
+    timeout_minutes: float = option(
+        30.0, "how long a rank waits for another before the run ends with an error", above=0.0
+    )
+
+
+@dataclass(frozen=True)
+class LmEvaluateConfig(EvaluateConfig):
+    """Held-out conversations: loss while training, speculative decoding at the end."""
+
+    held_out_every: int = option(
+        0, "optimizer steps between lines of heldout.jsonl; 0 = only at the end", at_least=0
+    )
+
+
+@dataclass(frozen=True)
+class LmConfig:
+    """All settings of a run; construction refuses values and pairs that cannot work."""
+
+    model: LmModelConfig = section(LmModelConfig)
+    data: LmDataConfig = section(LmDataConfig)
+    loss: LmLossConfig = section(LmLossConfig)
+    trim: LmTrimConfig = section(LmTrimConfig)
+    parallel: LmParallelConfig = section(LmParallelConfig)
+    train: TrainConfig = section(TrainConfig)
+    evaluate: LmEvaluateConfig = section(LmEvaluateConfig)
+
+    def __post_init__(self) -> None:
+        options.check_limits(self)
+        try:
+            parse_objective(self.loss.objective)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if not self.loss.label_weight and not self.loss.distill_weight:
+            raise ConfigError(
+                "label_weight = 0 and distill_weight = 0 leave nothing to learn: raise one of them"
+            )
+        if self.trim.stop_grad_context_tokens and not self.trim.skip_masked_lm_head_tokens:
+            raise ConfigError(
+                "stop_grad_context_tokens needs skip_masked_lm_head_tokens: a head that reads "
+                "every row would send gradients into rows that are cut; drop one of the two flags"
+            )
+
+    @property
+    def cache_dir(self) -> Path:
+        return Path(self.data.cache_dir).expanduser()
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.train.output_dir).expanduser()
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Nested plain values, for provenance and for YAML."""
+        return options.to_dict(self)
+
+
+def resolve(arguments: Any) -> LmConfig:
+    """The configuration of parsed arguments: defaults, the file, the flags given."""
+    values = options.read_yaml(arguments.config, LmConfig) if arguments.config else {}
+    return options.build(LmConfig, values | options.given_flags(arguments, LmConfig))
+
+
+def check_world(config: LmConfig, ranks: int) -> None:
+    """Refuses settings that do not fit the number of ranks."""
+    if config.parallel.fsdp and ranks == 1:
+        raise ConfigError(
+            "fsdp = True splits the weights over ranks and this run has one: start it with "
+            "torchrun --nproc_per_node 2 or use --no-fsdp"
+        )

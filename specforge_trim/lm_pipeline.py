@@ -1,0 +1,279 @@
+"""From an LmConfig to a trained draft model: the phases, each of which reuses its result.
+
+open_lm        the target's and the draft's configurations
+build_lm       the draft to train, the target as a source of soft targets
+train_lm_draft all of these, the training loop, the export
+evaluate_lm_draft  speculative decoding of held-out prompts
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from specforge_trim.config import ConfigError
+from specforge_trim.data.sources import document_weights, parse_source
+from specforge_trim.decode import last_prompt
+from specforge_trim.decode_report import EvalReport
+from specforge_trim.distributed import World
+from specforge_trim.lm_config import LmConfig
+from specforge_trim.lm_evaluate import evaluate_lm
+from specforge_trim.loss_terms import parse_objective
+from specforge_trim.objective.teacher import Teacher
+from specforge_trim.pipeline import data_files, data_sources, prepare_data
+from specforge_trim.provenance import provenance
+from specforge_trim.row_sparse import RowSparseSettings, enable_row_sparse
+from specforge_trim.row_sparse.functions import PackedAttention
+from specforge_trim.target.embedded import resolve_target
+from specforge_trim.target.head import load_embedding_and_head
+from specforge_trim.target.hf import HFTarget, target_fingerprint
+from specforge_trim.target.hub import check_hub
+from specforge_trim.train import checkpoint as checkpoints
+from specforge_trim.train.lm_batch import LmPlan
+from specforge_trim.train.lm_loop import HeldOut, LmSummary, train_lm
+from specforge_trim.train.lm_step import LmStepSettings, SoftTargets
+from specforge_trim.train.run_lock import only_run
+from specforge_trim.train.sampler import Schedule
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LmModels:
+    """Target and draft on disk, not loaded. draft_config: with draft_layers applied."""
+
+    path: str | Path
+    draft_path: str | Path
+    text_config: Any
+    draft_config: Any
+
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.path)
+
+
+def open_lm(config: LmConfig, world: World) -> LmModels:
+    """Finds (fetches, converts) both models. Raises ValueError where they do not fit."""
+    from transformers import AutoConfig
+
+    def place(name: str) -> str | Path:
+        return world.first(lambda: resolve_target(name, cache_dir=config.cache_dir))
+
+    path = place(config.model.target)
+    draft_path = path if config.model.draft is None else place(config.model.draft)
+
+    def settle() -> LmModels:
+        for found in {path, draft_path}:
+            if isinstance(found, str):
+                check_hub(found)
+        text = AutoConfig.from_pretrained(path).get_text_config()
+        draft = AutoConfig.from_pretrained(draft_path)
+        if draft.get_text_config().vocab_size != text.vocab_size:
+            raise ConfigError(
+                f"draft {draft_path} has a vocabulary of {draft.get_text_config().vocab_size}, "
+                f"the target of {text.vocab_size}: choose a draft of the target's family"
+            )
+        return LmModels(path, draft_path, text, _cut(draft, config.model.draft_layers))
+
+    return world.together(settle)
+
+
+def _cut(draft: Any, layers: int | None) -> Any:
+    """The draft's configuration with its first `layers` layers."""
+    if layers is None:
+        return draft
+    if layers > draft.num_hidden_layers:
+        raise ConfigError(
+            f"draft_layers = {layers}: the draft has {draft.num_hidden_layers} layers"
+        )
+    draft.num_hidden_layers = layers
+    if getattr(draft, "layer_types", None):
+        draft.layer_types = draft.layer_types[:layers]
+    return draft
+
+
+def load_draft_lm(models: LmModels) -> Any:
+    """The draft before training, fp32 on the CPU."""
+    from transformers import AutoModelForCausalLM
+
+    whole = AutoModelForCausalLM.from_pretrained(models.draft_path, dtype=torch.float32)
+    count = models.draft_config.num_hidden_layers
+    if len(whole.model.layers) > count:
+        whole.model.layers = nn.ModuleList(whole.model.layers[:count])
+        _cut(whole.config, count)
+    return whole
+
+
+def row_sparse_settings(config: LmConfig) -> RowSparseSettings:
+    return RowSparseSettings(
+        skip_masked_lm_head_tokens=config.trim.skip_masked_lm_head_tokens,
+        stop_grad_context_tokens=config.trim.stop_grad_context_tokens,
+        attention=PackedAttention(config.trim.attention_backend),
+    )
+
+
+def step_settings(config: LmConfig) -> LmStepSettings:
+    """How a training step computes under this configuration."""
+    return LmStepSettings(
+        row_sparse=row_sparse_settings(config),
+        label_weight=config.loss.label_weight,
+        distill_weight=config.loss.distill_weight,
+        objective=parse_objective(config.loss.objective, lk_eta=config.loss.lk_eta),
+        chunk_tokens=config.trim.head_chunk_tokens,
+        compute_dtype=getattr(torch, config.train.dtype),
+    )
+
+
+def build_lm(config: LmConfig, models: LmModels, world: World) -> tuple[Any, SoftTargets | None]:
+    """The draft on its device, set up for packed streams, and the target where it is needed."""
+    torch.manual_seed(config.train.seed)
+    model = load_draft_lm(models).to(world.device)
+    enable_row_sparse(model, row_sparse_settings(config))
+    if config.trim.activation_checkpointing:
+        model.activation_checkpointing_enable()
+    model.train()
+    return model, soft_targets(config, models, world) if config.loss.distill_weight else None
+
+
+def soft_targets(config: LmConfig, models: LmModels, world: World) -> SoftTargets:
+    """The target, loaded, as a source of distributions."""
+    dtype = getattr(torch, config.model.target_dtype)
+    target = HFTarget.load(models.path, dtype=dtype, device=world.device, aux_layers=(1,))
+    head = load_embedding_and_head(models.path)
+    vocab = head.vocab_size
+    teacher = Teacher(
+        head.head.to(world.device, dtype),
+        torch.arange(vocab, device=world.device),
+        torch.ones(vocab, dtype=torch.bool, device=world.device),
+        head.logit_post,
+    )
+    return SoftTargets(target.decoder, teacher)
+
+
+# ---------------------------------------------------------------------- training
+
+
+def train_lm_draft(config: LmConfig, world: World) -> LmSummary:
+    """All phases up to the trained draft, exported to output_dir/export."""
+    world.together(lambda: data_files(config))  # type: ignore[arg-type]
+    with only_run(config.output_dir, world):
+        models = open_lm(config, world)
+        data = prepare_data(config, models, world)  # type: ignore[arg-type]
+        _check_lengths(models, max(data.lengths))
+        model, targets = world.together(lambda: build_lm(config, models, world))
+        schedule = Schedule(
+            lengths=tuple(int(n) for n in data.lengths),
+            weights=document_weights(data_sources(config), data.file_numbers),  # type: ignore[arg-type]
+            tokens_per_batch=config.data.tokens_per_batch,
+            seed=config.train.seed,
+            epochs=config.train.epochs,
+            world_size=world.size,
+            accumulate=config.train.accumulate,
+            max_steps=config.train.max_steps,
+        )
+        summary = train_lm(
+            config,
+            model=model,
+            settings=step_settings(config),
+            targets=targets,
+            documents=data,
+            schedule=schedule,
+            plan=LmPlan(config.trim.skip_masked_lm_head_tokens),
+            held_out=_held_out(config, models, world),
+            world=world,
+            identity=_identity(config, models, data.fingerprint, world),
+            provenance=provenance(config),  # type: ignore[arg-type]
+        )
+        world.together(lambda: export_lm(config, models) if world.is_main else None)
+        return summary
+
+
+def _check_lengths(models: LmModels, longest: int) -> None:
+    limit = models.draft_config.max_position_embeddings
+    if longest > limit:
+        raise ConfigError(
+            f"a conversation of {longest} tokens exceeds the draft's {limit} positions: lower "
+            "max_length, or set too_long to cut or split"
+        )
+
+
+def _held_out(config: LmConfig, models: LmModels, world: World) -> HeldOut | None:
+    if not config.evaluate.eval_data:
+        return None
+    files = list(config.evaluate.eval_data)
+    data = prepare_data(config, models, world, paths=files)  # type: ignore[arg-type]
+    return HeldOut(data, config.evaluate.held_out_every)
+
+
+def _identity(config: LmConfig, models: LmModels, data: str, world: World) -> dict[str, Any]:
+    """What a resumed run must share with its checkpoint: meaning of weights, order of data."""
+    distills = config.loss.distill_weight > 0
+    return {
+        "draft": target_fingerprint(models.draft_path),
+        "draft_layers": models.draft_config.num_hidden_layers,
+        "target": target_fingerprint(models.path) if distills else None,
+        "data": data,
+        "train_data weights": [parse_source(s).weight for s in config.data.train_data],
+        "tokens_per_batch": config.data.tokens_per_batch,
+        "ranks x accumulate": world.size * config.train.accumulate,
+        "seed": config.train.seed,
+        "stop_grad_context_tokens": config.trim.stop_grad_context_tokens,
+        **dataclasses.asdict(config.loss),
+    }
+
+
+def export_lm(config: LmConfig, models: LmModels) -> Path:
+    """Writes the newest checkpoint as a transformers folder with the target's tokenizer."""
+    found = checkpoints.newest(config.output_dir / "checkpoints")
+    if found is None:
+        raise ValueError(f"no complete checkpoint in {config.output_dir / 'checkpoints'}")
+    model = load_draft_lm(models)
+    checkpoints.restore_weights(found, model=model)
+    folder = config.output_dir / "export"
+    model.save_pretrained(folder)
+    models.tokenizer().save_pretrained(folder)
+    text = json.dumps({"step": found.step, **dict(found.meta["provenance"])}, indent=1)
+    (folder / "training.json").write_text(text + "\n", encoding="utf-8")
+    return folder
+
+
+# ---------------------------------------------------------------------- evaluation
+
+
+def evaluate_lm_draft(config: LmConfig, world: World) -> EvalReport:
+    """Decodes held-out prompts with the exported draft and with the draft before training.
+
+    The report also goes to output_dir/evaluation.json.
+    """
+    from transformers import AutoModelForCausalLM
+
+    models = open_lm(config, world)
+    sets = {}
+    for path in config.evaluate.eval_data:
+        data = prepare_data(config, models, world, paths=[path])  # type: ignore[arg-type]
+        chosen = [data[i] for i in range(min(config.evaluate.eval_prompts, len(data)))]
+        sets[Path(path).stem] = [last_prompt(d.input_ids, d.loss_mask) for d in chosen]
+    if not sets:
+        raise ConfigError("eval_data names no file: pass --eval-data FILE")
+    target = HFTarget.load(models.path, dtype=torch.float32, device=world.device, aux_layers=(1,))
+    folder = config.output_dir / "export"
+    draft = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    report = evaluate_lm(
+        target,
+        draft.to(world.device).eval(),
+        sets,
+        untrained=load_draft_lm(models).to(world.device).eval(),
+        depth=config.evaluate.eval_depth,
+        max_new_tokens=config.evaluate.eval_max_new_tokens,
+    )
+    text = json.dumps(report.to_dict(), indent=1)
+    (config.output_dir / "evaluation.json").write_text(text + "\n", encoding="utf-8")
+    return report

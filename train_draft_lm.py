@@ -1,0 +1,10 @@
+"""torchrun entry: `torchrun --nproc_per_node N train_draft_lm.py --config FILE [...]`."""
+
+import sys
+
+if __name__ == "__main__":
+    try:
+        from specforge_trim.lm_cli import train_lm_main
+    except KeyboardInterrupt:  # torch takes seconds to import
+        sys.exit(130)
+    sys.exit(train_lm_main())
