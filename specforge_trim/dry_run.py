@@ -111,8 +111,7 @@ def plan_of_run(config: Config, *, world_size: int) -> str:
     ]  # fmt: skip
     width = max(len(name) for name, _ in rows)
     lines += [f"{name:<{width}}  {value}" for name, value in rows]
-    if draft.vllm_only:
-        lines.append(f"note: {', '.join(draft.vllm_only)} is read by vLLM only")
+    lines += [f"note: {note}" for note in draft.notes]
     lines += ["", *_parameter_table(draft_size(draft))]
     memory = training_memory(config, draft, device=device)
     cells = [(name, f"{value / MB:,.0f}") for name, value in memory.items()]

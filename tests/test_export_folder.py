@@ -143,7 +143,10 @@ def test_exact_config_keys_and_values(tmp_path):
     assert "norm_output" not in config  # SpecForge takes a written false for "no norm at the head"
 
 
-def test_several_layers_are_refused(tmp_path):
+def test_several_layers_are_refused_and_said_before_training(tmp_path):
+    assert "neither exported nor evaluated" in draft_config(num_hidden_layers=2).notes[0]
+    assert draft_config().notes == ()
+    assert draft_config(qk_norm=True).notes == ("qk_norm is read by vLLM only",)
     with pytest.raises(ValueError, match="num_hidden_layers=2"):
         exported(tmp_path, draft(num_hidden_layers=2))
 

@@ -186,6 +186,19 @@ class DraftConfig:
         only = ("qk_norm", "attention_bias", "norm_before_residual", "norm_before_fc")
         return tuple(name for name in only if getattr(self, name))
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know before training such a draft, a line each."""
+        notes = []
+        if self.vllm_only:
+            notes.append(f"{', '.join(self.vllm_only)} is read by vLLM only")
+        if self.num_hidden_layers > 1:
+            notes.append(
+                f"num_hidden_layers={self.num_hidden_layers} can be trained, but neither exported "
+                "nor evaluated: engines share no layout for drafts of several layers"
+            )
+        return tuple(notes)
+
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> DraftConfig:
         """Build from the keys of a `config.json`, older and newer spellings alike."""
