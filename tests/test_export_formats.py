@@ -143,6 +143,20 @@ def test_the_speculators_config_key_for_key(tmp_path):
     assert layer["rope_scaling"] == {k: v for k, v in rope.items() if k != "rope_theta"}
 
 
+def test_more_than_three_layers_are_counted_where_each_engine_looks(tmp_path):
+    ids = (1, 2, 4, 6, 8)
+    model = draft(aux_layers=ids, num_aux_layers=5)
+    out, native = export(tmp_path, model)
+    assert load_file(out / "model.safetensors")["fc.weight"].shape == (D, 5 * D)
+    # vLLM and SGLang count the ids of eagle_config, and vLLM captures the ones at the top.
+    assert native["eagle_aux_hidden_state_layer_ids"] == list(ids)
+    assert native["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 3, 5, 7]
+    out, other = export(tmp_path, model, "speculators")
+    assert other["eagle_aux_hidden_state_layer_ids"] == list(ids)
+    assert other["transformer_layer_config"]["num_aux_hidden_states"] == 5
+    same_draft(load_draft(tmp_path / "native"), load_draft(out))
+
+
 def test_a_qk_norm_draft_is_marked_for_vllm_in_both_layouts(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         _, native = export(tmp_path, draft(qk_norm=True))

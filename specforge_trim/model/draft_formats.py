@@ -125,6 +125,8 @@ def speculators_config(
             "verifier": {"name_or_path": verifier, "architectures": architectures},
         },
     }
+    if config.num_aux_layers != 3:  # vLLM sizes fc by this key, which it looks for in here only
+        out["transformer_layer_config"]["num_aux_hidden_states"] = config.num_aux_layers
     if config.aux_layers is not None:  # this layout counts as Hugging Face does
         out["eagle_aux_hidden_state_layer_ids"] = list(config.aux_layers)
     return out
