@@ -105,6 +105,7 @@ def test_the_tables_are_the_targets_whichever_keys_hold_them(kind):
     [
         {"rope_theta": 1e6},
         {"rope_theta": 1e6, "rope_scaling": None},
+        {"rope_theta": 1e6, "rope_parameters": None},
         {"rope_theta": 1e6, "rope_scaling": {}, "rope_parameters": {}},
         {"rope_theta": 1e6, "rope_parameters": {"rope_type": "default"}},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},

@@ -21,6 +21,7 @@ from transformers import (
     Llama4TextConfig,
     Mistral3Config,
     Qwen2Config,
+    Qwen2VLConfig,
     Qwen3MoeConfig,
 )
 
@@ -105,6 +106,7 @@ def test_mlp_and_heads_of_known_targets(name, width, heads):
         Qwen3MoeConfig(),
         DeepseekV3Config(),
         Llama4TextConfig(),
+        Qwen2VLConfig(text_config={"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}),
     ],
     ids=lambda c: type(c).__name__,
 )
@@ -113,6 +115,7 @@ def test_nothing_else_of_a_target_reaches_the_draft(target):
     known = set(draft_for_target(tiny_config()).to_dict()) | {"partial_rotary_factor"}
     assert set(written) <= known
     assert written["attention_bias"] is False and written["hidden_act"] == "silu"
+    assert "mrope" not in json.dumps(written)  # else vLLM takes the draft for a multimodal one
     assert DraftConfig.from_dict(written).vllm_only == ()
 
 

@@ -87,7 +87,6 @@ FAMILIES = {
         moe_intermediate_size=32,
     ),
 }  # fmt: skip
-FAST = ("llama", "gemma3-multimodal")
 
 
 def saved_target(name, folder):
@@ -145,9 +144,7 @@ def train(draft, head, batch):
     return losses[0], losses[-1]
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES]
-)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_from_features_to_served_drafting(name, tmp_path):
     target = saved_target(name, tmp_path / "target")
     head = load_embedding_and_head(tmp_path / "target")
