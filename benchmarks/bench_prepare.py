@@ -1,13 +1,13 @@
 """Preparation: its rate beside the bare tokenizer's, its memory, and a run that is killed.
 
-    python benchmarks/bench_prepare.py [--tokenizer DIR] [--conversations 200000]
+    python benchmarks/bench_prepare.py [--part rates] [--part file] [--tokenizer DIR]
 
-    rate      conversations/s of the bare tokenizer on the rendered text, of preparation in one
-              process and in two, start-up included; tokenizer threads off
-    memory    peak resident size of preparing the whole file and a quarter of it, two processes
-    killed    SIGKILL in the middle, run again: shards that were kept, result byte for byte
+    rates     the bare tokenizer on the rendered text against preparation in one process, for
+              short questions, chats, and agents' conversations with tool results
+    file      200,000 short ones (the least favourable): one process and two, start-up included;
+              peak resident size beside a quarter of the file; SIGKILL in the middle, run again
 
-Every arm is a process of its own. The file is generated from a seed.
+Every arm of `file` is a process of its own; tokenizer threads are off. Files are made from a seed.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = (
@@ -30,17 +31,48 @@ WORDS = (
 ).split()
 
 
-def write_file(path: Path, conversations: int) -> None:
-    """Short chats of two or four turns, from a seed."""
+def words(rng: random.Random, fewest: int, most: int) -> str:
+    return " ".join(rng.choices(WORDS, k=rng.randint(fewest, most)))
+
+
+def short(rng: random.Random) -> list[dict]:
+    """A question or two and their answers, about 90 tokens in all."""
+    messages = []
+    for _ in range(rng.choice((1, 1, 2))):
+        for role, longest in (("user", 30), ("assistant", 40)):
+            messages.append({"role": role, "content": words(rng, 5, longest)})
+    return messages
+
+
+def chat(rng: random.Random) -> list[dict]:
+    """One to four questions with answers of some paragraphs."""
+    messages = []
+    for _ in range(rng.randint(1, 4)):
+        messages.append({"role": "user", "content": words(rng, 10, 80)})
+        messages.append({"role": "assistant", "content": words(rng, 50, 350)})
+    return messages
+
+
+def agent(rng: random.Random) -> list[dict]:
+    """A long instruction, then up to six rounds of a short answer and a long tool result."""
+    messages = [
+        {"role": "system", "content": words(rng, 300, 500)},
+        {"role": "user", "content": words(rng, 10, 80)},
+    ]
+    for _ in range(rng.randint(2, 6)):
+        messages.append({"role": "assistant", "content": words(rng, 10, 60)})
+        messages.append({"role": "tool", "content": words(rng, 100, 800)})
+    return [*messages, {"role": "assistant", "content": words(rng, 30, 150)}]
+
+
+KINDS = {"short": (short, 20_000), "chat": (chat, 4_000), "agent": (agent, 800)}
+
+
+def write_file(path: Path, conversations: int, kind=short) -> None:
     rng = random.Random(0)
     with open(path, "w") as file:
         for _ in range(conversations):
-            messages = []
-            for _ in range(rng.choice((1, 1, 2))):
-                for role, longest in (("user", 30), ("assistant", 40)):
-                    text = " ".join(rng.choices(WORDS, k=rng.randint(5, longest)))
-                    messages.append({"role": role, "content": text})
-            file.write(json.dumps({"messages": messages}) + "\n")
+            file.write(json.dumps({"messages": kind(rng)}) + "\n")
 
 
 def bare_arm(tokenizer, path: Path) -> dict:
@@ -74,7 +106,7 @@ def prepare_arm(tokenizer, path: Path, cache: str, processes: int) -> dict:
 
     start = time.perf_counter()
     data = prepare(
-        path, tokenizer, cache_dir=cache, max_length=4096, processes=processes, progress=False
+        path, tokenizer, cache_dir=cache, max_length=32_768, processes=processes, progress=False
     )
     return {
         "seconds": time.perf_counter() - start,
@@ -86,6 +118,15 @@ def prepare_arm(tokenizer, path: Path, cache: str, processes: int) -> dict:
     }
 
 
+def rates_arm(tokenizer, path: Path, cache: str) -> dict:
+    rounds = []
+    for k in range(3):
+        bare = bare_arm(tokenizer, path)
+        ours = prepare_arm(tokenizer, path, f"{cache}/{k}", 1)
+        rounds.append([bare["seconds"], bare["fastest"], ours["seconds"]])
+    return {"medians": [median(c) for c in zip(*rounds, strict=True)], "tokens": ours["tokens"]}
+
+
 def run_arm(arguments) -> None:
     from transformers import AutoTokenizer
 
@@ -93,6 +134,8 @@ def run_arm(arguments) -> None:
     path = Path(arguments.file)
     if arguments.arm == "bare":
         found = bare_arm(tokenizer, path)
+    elif arguments.arm == "rates":
+        found = rates_arm(tokenizer, path, arguments.cache)
     else:
         found = prepare_arm(tokenizer, path, arguments.cache, arguments.processes)
     print(json.dumps(found))
@@ -135,13 +178,61 @@ def killed_arm(arguments, file: Path, cache: Path, reference: dict, seconds: flo
     }
 
 
+def rates_part(arguments, folder: Path) -> None:
+    """Three rounds of both arms in turn; the median counts."""
+    print(f"{'':>6} {'rows':>7} {'tokens':>9} {'tokenizer(texts)':>17} {'its Rust part':>14}")
+    for name, (kind, count) in KINDS.items():
+        file = folder / f"{name}.jsonl"
+        write_file(file, count, kind)
+        found = measure(arguments, "rates", file, folder / name)
+        call, fastest, seconds = found["medians"]
+        print(
+            f"{name:>6} {count:>7,} {found['tokens']:>9,} {call / seconds:>17.0%} "
+            f"{fastest / seconds:>14.0%}   {1e6 * seconds / count:,.0f} us a row, "
+            f"{found['tokens'] / seconds:,.0f} tokens/s"
+        )
+
+
+def file_part(arguments, folder: Path) -> None:
+    whole, quarter = folder / "whole.jsonl", folder / "quarter.jsonl"
+    write_file(whole, arguments.conversations)
+    write_file(quarter, arguments.conversations // 4)
+    bare = measure(arguments, "bare", quarter, folder)
+    small = measure(arguments, "prepare", quarter, folder / "small", 2)
+    killed = killed_arm(arguments, quarter, folder / "killed", small, small["seconds"] * 0.9)
+    one = measure(arguments, "prepare", whole, folder / "one")
+    two = measure(arguments, "prepare", whole, folder / "two", 2)
+    rates = [arm["conversations"] / arm["seconds"] for arm in (bare, one, two)]
+    fastest = bare["conversations"] / bare["fastest"]
+    print(f"{one['conversations']:,} conversations, {one['tokens']:,} tokens; rates per second")
+    print(f"tokenizer(texts)    {rates[0]:>10,.0f}")
+    print(f"  its Rust part     {fastest:>10,.0f}")
+    print(
+        f"one process         {rates[1]:>10,.0f}   {rates[1] / rates[0]:.0%} of tokenizer(texts), "
+        f"{rates[1] / fastest:.0%} of its Rust part"
+    )
+    print(f"two processes       {rates[2]:>10,.0f}   {rates[2] / rates[1]:.2f} x one process")
+    same = same_bytes(one["folder"], two["folder"])
+    print(f"one and two processes give the same bytes: {same}")
+    print(f"killed and rerun    {killed}")
+    for key, label in (("peak_mb", "main process"), ("child_peak_mb", "largest worker")):
+        print(
+            f"peak of the {label}: {small[key]:,.0f} MB, {two[key]:,.0f} MB for four times as "
+            f"many ({two[key] / small[key]:.3f} x)"
+        )
+
+
+PARTS = {"rates": rates_part, "file": file_part}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--part", choices=PARTS, action="append", help="default: both")
     parser.add_argument(
         "--tokenizer", help="folder of a tokenizer; default: the embedded target's"
     )
     parser.add_argument("--conversations", type=int, default=200_000)
-    parser.add_argument("--arm", choices=("bare", "prepare"), help=argparse.SUPPRESS)
+    parser.add_argument("--arm", choices=("bare", "prepare", "rates"), help=argparse.SUPPRESS)
     parser.add_argument("--file", help=argparse.SUPPRESS)
     parser.add_argument("--cache", help=argparse.SUPPRESS)
     parser.add_argument("--processes", type=int, default=1, help=argparse.SUPPRESS)
@@ -156,33 +247,8 @@ def main() -> None:
             resolve_target("smollm2-135m-instruct", cache_dir=ROOT / ".quickstart")
         )
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        whole, quarter = folder / "whole.jsonl", folder / "quarter.jsonl"
-        write_file(whole, arguments.conversations)
-        write_file(quarter, arguments.conversations // 4)
-        bare = measure(arguments, "bare", quarter, folder)
-        small = measure(arguments, "prepare", quarter, folder / "small", 2)
-        killed = killed_arm(arguments, quarter, folder / "killed", small, small["seconds"] * 0.9)
-        one = measure(arguments, "prepare", whole, folder / "one")
-        two = measure(arguments, "prepare", whole, folder / "two", 2)
-        rates = [arm["conversations"] / arm["seconds"] for arm in (bare, one, two)]
-        same = same_bytes(one["folder"], two["folder"])
-    print(f"{one['conversations']:,} conversations, {one['tokens']:,} tokens; rates per second")
-    fastest = bare["conversations"] / bare["fastest"]
-    print(f"tokenizer(texts)    {rates[0]:>10,.0f}")
-    print(f"  its Rust part     {fastest:>10,.0f}")
-    print(
-        f"one process         {rates[1]:>10,.0f}   {rates[1] / rates[0]:.0%} of tokenizer(texts), "
-        f"{rates[1] / fastest:.0%} of its Rust part"
-    )
-    print(f"two processes       {rates[2]:>10,.0f}   {rates[2] / rates[1]:.2f} x one process")
-    print(f"one and two processes give the same bytes: {same}")
-    print(f"killed and rerun    {killed}")
-    for key, label in (("peak_mb", "main process"), ("child_peak_mb", "largest worker")):
-        print(
-            f"peak of the {label}: {small[key]:,.0f} MB, {two[key]:,.0f} MB for four times as "
-            f"many ({two[key] / small[key]:.3f} x)"
-        )
+        for part in arguments.part or list(PARTS):
+            PARTS[part](arguments, Path(name))
 
 
 if __name__ == "__main__":

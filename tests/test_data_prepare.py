@@ -246,7 +246,8 @@ def write_shard(chunk, *rest):
     real(chunk, *rest)
 
 shards._CHUNK_ROWS, shards.write_shard = 2, write_shard
-prepare(sys.argv[1], chat_tokenizer(), cache_dir=sys.argv[2], max_length=200)
+options = {"max_length": 200, "max_bad_fraction": 1.0}
+prepare(sys.argv[1], chat_tokenizer(), cache_dir=sys.argv[2], **options)
 """
     here = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     done = subprocess.run(

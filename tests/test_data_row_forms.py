@@ -16,7 +16,7 @@ from specforge_trim.data.conversation import parse_row, read_conversations
 from specforge_trim.data.dataset import prepare
 from specforge_trim.data.rows import RowError, TextRow, TokenRow
 from specforge_trim.data.supervision import MaskOptions
-from specforge_trim.data.tokenize import ChatTokenizer
+from specforge_trim.data.tokenize import ChatTokenizer, Document
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SYSTEM = {"role": "system", "content": "s"}
@@ -282,6 +282,43 @@ def test_all_forms_in_one_file_with_the_bad_ones_counted(tmp_path):
         "empty assistant message": 2,
         "unknown role 'my-model'": 1,
     }
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3", "mistral", "deepseek"])
+def test_many_rows_at_once_are_what_each_is_alone(family):
+    """Usual rows, cut anew (newlines that merge over the prompt's end), and refused, mixed."""
+    chats = ChatTokenizer(chat.family_tokenizer(family))
+    answers = [
+        "fine",
+        "\n\n\n  yes",
+        "caf\u00e9 \U0001f468\u200d\U0001f469",
+        "a \ud800",
+        "\n",
+        "end",
+    ]
+    rows = [
+        parse_row({"messages": [USER, ASSISTANT | {"content": f"{text}{k}"}]}, source=f"f:{k}")
+        for k, text in enumerate(answers * 2)
+    ]
+    rows.insert(3, parse_row({"input_ids": [1, 2], "loss_mask": [0, 1]}, source="f:ids"))
+    rows.insert(5, parse_row({"text": "none", "spans": []}, source="f:none"))
+    found = chats.documents(rows)
+    assert any(isinstance(item, RowError) for item in found)
+    assert sum(isinstance(item, Document) for item in found) >= 9
+    first = chats._render(rows[0])
+    assert None not in chats._masked_together([first] * 2, [chats._ids(first.text)] * 2)
+    for row, item in zip(rows, found, strict=True):
+        (alone,) = chats.documents([row])
+        if isinstance(item, RowError):
+            assert (item.reason, item.detail) == (alone.reason, alone.detail)
+            continue
+        if not isinstance(row, TokenRow):  # and the slow way
+            text = chats._render(row)
+            slow = chats._masked(text, chats._ids(text.text), source=row.source)
+            assert slow.doc_id == item.doc_id
+        assert (item.doc_id, item.source) == (alone.doc_id, row.source)
+        assert item.input_ids.tolist() == alone.input_ids.tolist()
+        assert item.loss_mask.tolist() == alone.loss_mask.tolist()
 
 
 def test_options_are_part_of_what_is_cached(tmp_path):

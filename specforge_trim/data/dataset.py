@@ -17,6 +17,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,16 +26,9 @@ import transformers
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from specforge_trim.data.atomic import replaced
-from specforge_trim.data.prepared import PreparedData, reasons
-from specforge_trim.data.shards import (
-    NO_LOSS_LEFT,
-    POLICIES,
-    TOO_LONG,
-    Limit,
-    join_shards,
-    make_shards,
-)
+from specforge_trim.data.prepared import PreparedData
+from specforge_trim.data.quarantine import BadShare, check_usable, write_bad_rows
+from specforge_trim.data.shards import POLICIES, Limit, join_shards, make_shards
 from specforge_trim.data.supervision import MaskOptions
 from specforge_trim.data.tokenize import ChatTokenizer
 
@@ -43,7 +37,7 @@ __all__ = ["PreparedData", "data_fingerprint", "find_prepared", "prepare"]
 _FORMAT = 3  # raise when the stored layout or the meaning of a mask changes
 _BYTES_PER_PROCESS = 8 << 20  # less data than this is not worth the seconds a process starts in
 _MOST_PROCESSES = 8
-_SHOWN = 3  # bad rows quoted in an error
+_ABANDONED_DAYS = 7  # a stopped run is continued within a week, or not at all
 _log = logging.getLogger(__name__)
 
 
@@ -65,13 +59,15 @@ def prepare(
     max_length, too_long   rows of more than max_length tokens: "drop" leaves them out, "cut" keeps
                their first max_length tokens, "split" makes pieces that are documents of their own
     masks      which of the assistant's text carries loss
-    processes  None: one per core and 8 MB of data, at most 8; 1: this process alone
+    processes  None: one per core and 8 MB of data, at most 8; this one is
+               one of them
     progress   a bar on stderr
 
     Rows that cannot be used (unreadable, refused by the chat template, without an exact mask) are
     left out, counted and listed in a file. A stopped run continues where it was; two runs at once
     do the work once. Raises ValueError when nothing is left or when more than max_bad_fraction of
-    the rows are bad (too long ones do not count), OSError when a file cannot be read or written.
+    the rows are bad (too long ones do not count; as soon as it is certain), OSError when a file
+    cannot be read or written.
     """
     paths = [paths] if isinstance(paths, (str, Path)) else list(paths)
     _check(paths, max_length, too_long, max_bad_fraction, processes)
@@ -83,12 +79,18 @@ def prepare(
         with _only_one(folder.with_suffix(".lock")):
             if not folder.exists():  # or else another process has done it meanwhile
                 chat = ChatTokenizer(tokenizer, masks=masks)
-                _write(folder, fingerprint, paths, chat, limit, processes, progress)
+                bad = BadShare(paths, max_bad_fraction, folder.with_suffix(".bad_rows.jsonl"))
+                _write(folder, fingerprint, paths, chat, limit, bad, processes, progress)
     shutil.rmtree(folder.with_suffix(".work"), ignore_errors=True)  # killed as it removed it
+    _remove_abandoned(folder.parent)
     data = PreparedData.load(folder, paths)
-    report = _write_bad_rows(folder.with_suffix(".bad_rows.jsonl"), data)
-    _check_usable(data, max_bad_fraction, report)
-    if report is not None:
+    report = folder.with_suffix(".bad_rows.jsonl")
+    if data.skipped:
+        write_bad_rows(report, data.read_bad_rows())
+    else:
+        report.unlink(missing_ok=True)
+    check_usable(data, max_bad_fraction, report if data.skipped else None)
+    if data.skipped:
         _log.warning("rows not used, with their reasons: %s", report)
     return data
 
@@ -161,7 +163,22 @@ def _only_one(path: Path) -> FileLock:
     return lock
 
 
-def _write(folder: Path, fingerprint, paths, chat, limit: Limit, processes, progress) -> None:
+def _remove_abandoned(parent: Path) -> None:
+    """Shards of stopped runs with other settings or files, which nothing has touched for days."""
+    for work in parent.glob("*.work"):
+        try:
+            days = (time.time() - work.stat().st_mtime) / 86_400
+            if days > _ABANDONED_DAYS:
+                with FileLock(work.with_suffix(".lock"), timeout=0):
+                    shutil.rmtree(work)
+                    _log.info("removed %s, left %.0f days ago by a run that stopped", work, days)
+        except (Timeout, OSError):
+            continue
+
+
+def _write(
+    folder: Path, fingerprint, paths, chat, limit: Limit, bad: BadShare, processes, progress
+) -> None:
     """Make or complete the shards, join them, rename the result; a stop leaves whole shards."""
     work = folder.with_suffix(".work")
     work.mkdir(exist_ok=True)
@@ -173,7 +190,12 @@ def _write(folder: Path, fingerprint, paths, chat, limit: Limit, processes, prog
         total=size, unit="B", unit_scale=True, desc="tokenize", file=sys.stderr,
         disable=not progress,
     ) as bar:  # fmt: skip
-        count = make_shards(paths, chat, limit, work, processes=processes, on_bytes=bar.update)
+
+        def on_shard(shard: Path, size: int) -> None:
+            bar.update(size)
+            bad.add(shard)
+
+        count = make_shards(paths, chat, limit, work, processes=processes, on_shard=on_shard)
     out = work / "joined"
     out.mkdir(exist_ok=True)
     manifest = {"fingerprint": fingerprint, **join_shards(work, count, out)}
@@ -181,39 +203,3 @@ def _write(folder: Path, fingerprint, paths, chat, limit: Limit, processes, prog
     (out / "manifest.json").write_text(json.dumps(manifest, indent=1))
     out.rename(folder)
     shutil.rmtree(work)
-
-
-def _write_bad_rows(path: Path, data: PreparedData) -> Path | None:
-    """The rows not used, beside the cache; no file when there are none."""
-    if not data.skipped:
-        path.unlink(missing_ok=True)
-        return None
-    with replaced(path) as temporary, open(temporary, "w") as file:
-        for row in data.read_bad_rows():
-            name, _, line = row.source.rpartition(":")
-            row_json = {
-                "file": name,
-                "line": int(line),
-                "reason": row.reason,
-                "detail": row.detail,
-            }
-            file.write(json.dumps(row_json) + "\n")
-    return path
-
-
-def _check_usable(data: PreparedData, max_bad_fraction: float, report: Path | None) -> None:
-    names = ", ".join(data.paths)
-    long = (TOO_LONG, NO_LOSS_LEFT)
-    bad = sum(count for reason, count in data.skipped.items() if reason not in long)
-    if len(data) and bad <= max_bad_fraction * data.num_rows:
-        return
-    quoted = (row for row in data.read_bad_rows() if not bad or row.reason not in long)
-    shown = "".join(f"\n  {row}" for row, _ in zip(quoted, range(_SHOWN), strict=False))
-    where = f"{shown}\nall of them: {report}" if report else ""
-    if not len(data):
-        found = reasons(data.skipped) or "no rows"
-        raise ValueError(f"no usable conversation in {names} ({found}){where}")
-    raise ValueError(
-        f"{bad} of {data.num_rows} rows in {names} cannot be used, more than "
-        f"max_bad_fraction {max_bad_fraction:g} ({reasons(data.skipped)}){where}"
-    )

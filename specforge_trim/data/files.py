@@ -45,6 +45,27 @@ def read_lines(path: str | Path, *, on_bytes: OnBytes = lambda count: None) -> I
                     yield number, raw
 
 
+def most_rows(path: str | Path) -> int | None:
+    """How many rows a file can hold at most; None where only read_lines can tell, as for gzip."""
+    path = Path(path)
+    with path.open("rb") as file:
+        head = file.read(4)
+        if head == b"PAR1":
+            try:
+                from pyarrow import parquet
+
+                return int(parquet.read_metadata(path).num_rows)
+            except (ImportError, ValueError, OSError):  # pyarrow's own are of the last two
+                return None  # read_lines says what is wrong
+        if head[:2] == b"\x1f\x8b":
+            return None
+        file.seek(0)
+        count, last = 0, b""
+        while block := file.read(1 << 20):
+            count, last = count + block.count(b"\n"), block[-1:]
+    return count + (last not in (b"", b"\n"))
+
+
 def _check_plain(path: Path, head: bytes) -> None:
     """Files that are not JSON lines at all get one message, not one per line."""
     if head[:4] == b"\x28\xb5\x2f\xfd":

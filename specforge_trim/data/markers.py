@@ -5,6 +5,7 @@ case changes and escaping, and stands in no row. Blank strings stay, since templ
 """
 
 from collections.abc import Iterator
+from itertools import count, islice
 from typing import Any
 
 from specforge_trim.data.rows import Conversation
@@ -12,18 +13,14 @@ from specforge_trim.data.rows import Conversation
 _KEPT_KEYS = frozenset({"role", "type", "id", "tool_call_id", "name"})
 
 
-def markers(avoid: str, count: int) -> list[str]:
-    """`count` distinct digit strings absent in `avoid`."""
-    salt = 7305
-    while f"{salt}90251" in avoid:
-        salt += 1
-    return [f"{salt}90251{index:05d}{salt}" for index in range(count)]
+def markers(avoid: str, number: int) -> list[str]:
+    """`number` distinct digit strings absent in `avoid`."""
+    return list(islice(_supply(avoid), number))
 
 
 def mark_assistant(conversation: Conversation) -> tuple[list[dict], list[list[str]]]:
     """The messages with each string the assistant wrote replaced, and the markers per turn."""
-    total = sum(_count(m) for m in conversation.messages if m["role"] == "assistant")
-    supply = iter(markers(repr(conversation.messages) + repr(conversation.tools), total))
+    supply = _supply(repr(conversation.messages) + repr(conversation.tools))
     marked, turns = [], []
     for message in conversation.messages:
         if message["role"] == "assistant":
@@ -32,6 +29,13 @@ def mark_assistant(conversation: Conversation) -> tuple[list[dict], list[list[st
             turns.append(used)
         marked.append(message)
     return marked, turns
+
+
+def _supply(avoid: str) -> Iterator[str]:
+    salt = 7305
+    while f"{salt}90251" in avoid:
+        salt += 1
+    return (f"{salt}90251{index:05d}{salt}" for index in count())
 
 
 def strings(value: Any) -> list[str]:
@@ -50,7 +54,7 @@ def strings(value: Any) -> list[str]:
 
 def _bare_arguments(key: str, value: Any) -> bool:
     """Arguments without a string to mark get one, or a call without any would leave no trace."""
-    return key == "arguments" and isinstance(value, dict) and not _count(value)
+    return key == "arguments" and isinstance(value, dict) and not _has_text(value)
 
 
 def _replace(value: Any, supply: Iterator[str], used: list[str]) -> Any:
@@ -69,14 +73,14 @@ def _replace(value: Any, supply: Iterator[str], used: list[str]) -> Any:
     return replaced
 
 
-def _count(value: Any) -> int:
-    """How many markers _replace takes."""
+def _has_text(value: Any) -> bool:
+    """Whether _replace takes a marker."""
     if isinstance(value, dict):
-        return sum(
-            1 if _bare_arguments(key, item) else _count(item)
+        return any(
+            _bare_arguments(key, item) or _has_text(item)
             for key, item in value.items()
             if key not in _KEPT_KEYS
         )
     if isinstance(value, list):
-        return sum(_count(item) for item in value)
-    return int(isinstance(value, str) and bool(value.strip()))
+        return any(map(_has_text, value))
+    return isinstance(value, str) and bool(value.strip())

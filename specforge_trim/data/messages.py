@@ -68,12 +68,16 @@ def _parse_message(message: object, index: int) -> dict:
         raise RowError("message has no role", where)
     if role not in ROLES:
         raise RowError(f"unknown role {quote(role)}", f"{where}; known: {', '.join(ROLES)}")
+    content = _parse_content(message.get(content_key), where)
+    if len(message) == 2 and role != "function_call" and content_key in message:
+        if not content.strip() and ROLES[role] in ("user", "assistant"):
+            raise RowError(f"empty {ROLES[role]} message", where)
+        return {"role": ROLES[role], "content": content}
     rest = {
         key: value
         for key, value in message.items()
         if key not in (role_key, content_key) and value is not None
     }
-    content = _parse_content(message.get(content_key), where)
     if role == "function_call":
         content, rest["tool_calls"] = "", _calls_from_text(content, where)
     role = ROLES[role]

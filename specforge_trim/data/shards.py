@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -36,6 +36,7 @@ TOO_LONG = "longer than max_length"
 NO_LOSS_LEFT = "no supervised token within max_length"
 POLICIES = ("drop", "cut", "split")
 
+OnShard = Callable[[Path, int], object]
 _CHUNK_ROWS = 512
 _CHUNK_BYTES = 2 << 20
 
@@ -135,13 +136,13 @@ def fit(document: Document, limit: Limit) -> list[tuple[Document, int]]:
 def _arrays(pieces: Sequence[tuple[Document, int, int]], file: int) -> dict[str, np.ndarray]:
     """The columns of one shard, as PreparedData has them; places count from the shard's start."""
     documents = [document for document, _, _ in pieces]
-    index = np.zeros((len(pieces), len(COLUMNS)), dtype="<i8")
-    end = 0
-    for k, (document, line, first) in enumerate(pieces):
-        start, end = end, end + len(document.input_ids)
-        index[k] = (start, end, int(document.loss_mask.sum()), file, line, first)
     ids = [d.input_ids.numpy() for d in documents]
     masks = [d.loss_mask.numpy() for d in documents]
+    index = np.zeros((len(pieces), len(COLUMNS)), dtype="<i8")
+    end = 0
+    for k, (_, line, first) in enumerate(pieces):
+        start, end = end, end + len(ids[k])
+        index[k] = (start, end, np.count_nonzero(masks[k]), file, line, first)
     names = b"".join(bytes.fromhex(d.doc_id) for d in documents)
     return {
         "input_ids": np.concatenate([np.zeros(0, np.int64), *ids]).astype("<i4"),
@@ -149,6 +150,13 @@ def _arrays(pieces: Sequence[tuple[Document, int, int]], file: int) -> dict[str,
         "index": index,
         "doc_ids": np.frombuffer(names, np.uint8).reshape(-1, 32),
     }
+
+
+def shard_rows(path: Path) -> tuple[int, list[tuple[int, int, str, str]]]:
+    """How many rows a shard is made of; file number, line, reason and detail of the bad ones."""
+    with safe_open(path, "numpy") as shard:
+        texts = shard.metadata()
+    return json.loads(texts["counts"])["num_rows"], json.loads(texts["bad"])
 
 
 def _shard_path(work: Path, number: int) -> Path:
@@ -165,9 +173,12 @@ def make_shards(
     work: Path,
     *,
     processes: int,
-    on_bytes: Callable[[int], object],
+    on_shard: OnShard,
 ) -> int:
     """Every shard of the files in `work`; returns their number.
+
+    on_shard(path, bytes of the data file) is called for each as soon as it is whole, in no
+    particular order; what it raises ends the work.
 
     Raises ValueError when a process ends without a word (killed for memory, most often).
     """
@@ -179,33 +190,62 @@ def make_shards(
         nonlocal total
         for chunk in read_chunks(paths):
             total += 1
-            if _shard_path(work, chunk.number).exists():
-                on_bytes(chunk.size)
+            if (path := _shard_path(work, chunk.number)).exists():
+                on_shard(path, chunk.size)
             else:
                 yield chunk
 
-    if processes == 1:
-        with _without_threads():
+    def done(number: int, size: int) -> None:
+        on_shard(_shard_path(work, number), size)
+
+    def here(chunk: Chunk) -> None:
+        write_shard(chunk, chat, limit, work)
+        done(chunk.number, chunk.size)
+
+    with _without_threads():
+        if processes == 1:
             for chunk in missing():
-                write_shard(chunk, chat, limit, work)
-                on_bytes(chunk.size)
-        return total
-    # Processes are started anew, not forked: a fork of a process whose tokenizer has used its own
-    # threads may wait for them for ever.
+                here(chunk)
+        else:
+            task = (chat.tokenizer, chat.masks, limit, work)
+            _share(missing(), here, done, processes - 1, task)
+    return total
+
+
+def _share(
+    chunks: Iterator[Chunk],
+    here: Callable[[Chunk], object],
+    done: Callable[[int, int], object],
+    helpers: int,
+    task: tuple,
+) -> None:
+    """Chunks over this process and `helpers` others, which have two each in their queue.
+
+    This one works too: the others take seconds to start, and handing out chunks takes no time.
+    They are started anew, not forked: a fork of a process whose tokenizer has used its own threads
+    may wait for them for ever.
+    """
     pool = ProcessPoolExecutor(
-        processes,
+        helpers,
         mp_context=get_context("spawn"),
         initializer=_start_worker,
-        initargs=(chat.tokenizer, chat.masks, limit, work, os.getpid()),
+        initargs=(*task, os.getpid()),
     )
+    running: dict[Future, tuple[int, int]] = {}  # number and size of the chunk
+
+    def settle(futures: list[Future]) -> None:
+        for future in futures:
+            future.result()
+            done(*running.pop(future))
+
     try:
-        running: deque[tuple[Future, int]] = deque()
-        for chunk in missing():
-            if len(running) == 2 * processes:
-                _finish(running, on_bytes)
-            running.append((pool.submit(_work, chunk), chunk.size))
-        while running:
-            _finish(running, on_bytes)
+        for chunk in chunks:
+            settle([future for future in running if future.done()])
+            if len(running) < 2 * helpers:
+                running[pool.submit(_work, chunk)] = (chunk.number, chunk.size)
+            else:
+                here(chunk)
+        settle(list(running))
     except BrokenProcessPool:
         raise ValueError(
             "a process that tokenises data ended without a word, most often because memory ran "
@@ -213,7 +253,6 @@ def make_shards(
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-    return total
 
 
 @contextmanager
@@ -232,12 +271,6 @@ def _without_threads() -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
-
-
-def _finish(running: deque, on_bytes: Callable[[int], object]) -> None:
-    future, size = running.popleft()
-    future.result()
-    on_bytes(size)
 
 
 _worker: tuple[ChatTokenizer, Limit, Path] | None = None  # of this process, set once as it starts

@@ -18,17 +18,16 @@ is the assistant's. It does not matter how the template changes the assistant's 
 upper-cased, reasoning moved or dropped). Anything that leaves a doubt raises RowError.
 """
 
-import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from specforge_trim.data.markers import mark_assistant, strings
 from specforge_trim.data.probe import end_of_turn, probe, special_pattern
+from specforge_trim.data.render import Renderer
 from specforge_trim.data.rows import Conversation, RowError, TextRow
 from specforge_trim.data.supervision import MaskOptions, select_spans
 
-_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Spans = tuple[tuple[int, int], ...]
 
 
@@ -54,6 +53,7 @@ class ChatTemplate:
                 "instruction-tuned tokenizer or set the template"
             )
         self._tokenizer = tokenizer
+        self._rendered = Renderer(tokenizer)
         self._masks = masks or MaskOptions()
         self._normal_form = _unicode_form(tokenizer)
         specials = frozenset(_special_texts(tokenizer))
@@ -86,16 +86,27 @@ class ChatTemplate:
 
     def _render(self, conversation: Conversation, turns: list[dict]) -> Rendered:
         text = self._apply(conversation.messages, conversation.tools)
-        template = self._tokenizer.get_chat_template(tools=_tools(conversation.tools))
-        if _GENERATION_TAG.search(template):
-            spans = self._tagged_spans(conversation, template, text)
+        if self._rendered.has_generation_tags(conversation.tools):
+            spans = self._tagged_spans(conversation, text)
         else:
             spans = self._framed_spans(conversation, turns, text)
         for start, end in spans:
-            if not self._specials.sub("", text[start:end]).strip():
+            if self._is_blank(text, start, end):
                 raise RowError("assistant turn renders empty", _around(text, start))
         kept = select_spans(text, spans, turns, options=self._masks, tags=self.facts.tags)
         return Rendered(text, kept)
+
+    def _is_blank(self, text: str, start: int, end: int) -> bool:
+        """Whether [start, end) holds nothing but special tokens and white space."""
+        while start < end:
+            special = self._specials.match(text, start, end)
+            if special and special.end() > start:
+                start = special.end()
+            elif text[start].isspace():
+                start += 1
+            else:
+                return False
+        return True
 
     # -- rendering ------------------------------------------------------------------------------
 
@@ -104,12 +115,7 @@ class ChatTemplate:
 
     def _apply(self, messages, tools, *, generation_prompt: bool = False) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=_tools(tools),
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-            )
+            text = self._rendered(messages, tools, generation_prompt=generation_prompt)
         except Exception as error:  # a template is a foreign program: it may raise anything
             detail = f"{type(error).__name__}: {error}".splitlines()[0]
             raise RowError("chat template refuses the conversation", detail) from None
@@ -133,13 +139,13 @@ class ChatTemplate:
 
     # -- spans from generation tags -------------------------------------------------------------
 
-    def _tagged_spans(self, conversation: Conversation, template: str, text: str) -> Spans:
+    def _tagged_spans(self, conversation: Conversation, text: str) -> Spans:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered, indices = render_jinja_template(
             conversations=[list(conversation.messages)],
             tools=_tools(conversation.tools),
-            chat_template=template,
+            chat_template=self._rendered.source(conversation.tools),
             return_assistant_tokens_mask=True,
             **self._tokenizer.special_tokens_map,
         )
@@ -207,11 +213,11 @@ class ChatTemplate:
 
     def _frames(self, conversation: Conversation, turns: list[dict]) -> tuple[list, list]:
         """Frames before, between and after the n turns (n + 1), and the n end-of-turn tokens."""
-        self._refuse_prompt_in_other_text(conversation)
+        after_tool = _follow_tool_results(conversation)
+        self._refuse_prompt_in_other_text(conversation, after_tool=any(after_tool))
         marked, turn_markers = mark_assistant(conversation)
         text = self._apply(marked, conversation.tools)
         extents = _extents(text, turn_markers)
-        after_tool = _follow_tool_results(conversation)
         frames, ends, place = [], [], 0
         for number, (first, last) in enumerate(extents):
             frames.append(self._frame(text[place:first], number, after_tool[number]))
@@ -227,7 +233,9 @@ class ChatTemplate:
         asked = sum(m["role"] == "user" for m in _after_last_turn(conversation))
         if frames[-1].count(self.facts.header) > (asked if self.facts.closes_user else 0):
             raise RowError("an assistant turn goes on after its end-of-turn token")
-        if any(marker in frame for frame in frames for marker in sum(turn_markers, [])):
+        used = sum(turn_markers, [])
+        start = used[0][:9] if used else ""  # all begin alike: most frames need one look
+        if any(start in frame and any(m in frame for m in used) for frame in frames):
             raise RowError("the assistant's text is rendered outside its turn")
         return frames, ends
 
@@ -253,9 +261,11 @@ class ChatTemplate:
             raise RowError("the think block is not the generation prompt's", f"turn {number}")
         return text[:place]
 
-    def _refuse_prompt_in_other_text(self, conversation: Conversation) -> None:
+    def _refuse_prompt_in_other_text(
+        self, conversation: Conversation, *, after_tool: bool
+    ) -> None:
         prompts = {self.facts.header}
-        if any(_follow_tool_results(conversation)) and self.facts.after_tool:
+        if after_tool and self.facts.after_tool:
             prompts.add(self.facts.after_tool)
         for message in conversation.messages:
             if message["role"] != "assistant":

@@ -43,19 +43,30 @@ class TokenBytes:
         spelled = self._spelling[token] if 0 <= token < len(self._spelling) else None
         return f"<{token}>".encode() if spelled is None else spelled
 
-    def ranges(self, ids: list[int], text: bytes) -> tuple[np.ndarray, np.ndarray]:
+    def ranges(self, ids: np.ndarray, text: bytes) -> tuple[np.ndarray, np.ndarray]:
         """Byte ranges [starts, ends) of the tokens of text, each int64 [L]; raises RowError.
+
+        ids: int64 [L].
 
         Bytes between two ranges belong to no token: a special token may swallow spaces at its
         sides. A sentencepiece token may spell one leading space that the text does not have, at
         the start or after a special token; its range leaves it out.
         """
-        spelled = list(map(self._spelling.__getitem__, ids))
-        if None not in spelled and b"".join(spelled) == text:
-            sizes = self._sizes[np.array(ids)]
-            ends = sizes.cumsum()
-            return ends - sizes, ends
-        return self._walk(ids, spelled, text)
+        sizes = self.sizes(ids, text)
+        if sizes is None:
+            listed = ids.tolist()
+            return self._walk(listed, [self._spelling[i] for i in listed], text)
+        ends = sizes.cumsum()
+        return ends - sizes, ends
+
+    def sizes(self, ids: np.ndarray, text: bytes) -> np.ndarray | None:
+        """Bytes of each token, int64 [L], where the tokens one after the other are the text."""
+        spelled = map(self._spelling.__getitem__, ids.tolist())
+        try:
+            whole = b"".join(spelled) == text  # type: ignore[arg-type]
+        except TypeError:  # a token without a spelling
+            return None
+        return self._sizes[ids] if whole else None
 
     def _walk(self, ids, spelled, text: bytes) -> tuple[np.ndarray, np.ndarray]:
         starts, ends = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)

@@ -11,6 +11,7 @@ import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -62,12 +63,11 @@ class ChatTokenizer:
             except RowError as error:
                 found.append(error)
         rendered = [i for i, item in enumerate(found) if isinstance(item, Rendered)]
-        encoded = self._all_ids([found[i].text for i in rendered])
-        for i, ids in zip(rendered, encoded, strict=True):
-            try:
-                found[i] = self._masked(found[i], ids, source=rows[i].source)
-            except RowError as error:
-                found[i] = error
+        items = [found[i] for i in rendered]
+        encoded = self._all_ids([item.text for item in items])
+        sources = [rows[i].source for i in rendered]
+        for i, made in zip(rendered, self._all_masked(items, encoded, sources), strict=True):
+            found[i] = made
         return found
 
     def document(self, row: Row) -> Document:
@@ -87,19 +87,73 @@ class ChatTokenizer:
             raise RowError("text has a lone surrogate", f"character {error.start}") from None
         return rendered
 
+    def _all_masked(
+        self, rendered: list[Rendered], encoded: list[list[int]], sources: list[str]
+    ) -> list[Document | RowError]:
+        """_masked of many rows; those with anything unusual about them are looked at alone."""
+        made: list[Document | RowError] = []
+        usual = self._masked_together(rendered, encoded)
+        for item, ids, source, found in zip(rendered, encoded, sources, usual, strict=True):
+            try:
+                if found is None:
+                    made.append(self._masked(item, ids, source=source))
+                else:
+                    made.append(make_document(*found, source=source))
+            except RowError as error:
+                made.append(error)
+        return made
+
+    def _masked_together(
+        self, rendered: list[Rendered], encoded: list[list[int]]
+    ) -> list[tuple[np.ndarray, np.ndarray] | None]:
+        """ids and mask of each row, from byte ranges in all texts joined; None: look at it alone.
+
+        Alone go rows that _masked may cut anew or refuse, and all of them where one token does not
+        stand for the bytes of its spelling.
+        """
+        raws = [item.text.encode("utf-8") for item in rendered]
+        counts = np.array([len(ids) for ids in encoded], np.int64)
+        ids = np.fromiter(chain.from_iterable(encoded), np.int64, counts.sum())
+        sizes = self._bytes.sizes(ids, b"".join(raws)) if len(counts) and counts.all() else None
+        if sizes is None or not sizes.all():
+            return [None] * len(rendered)
+        ends = sizes.cumsum()
+        starts = ends - sizes
+        lasts = counts.cumsum()
+        firsts = lasts - counts
+        row_edges = np.cumsum([0, *map(len, raws)])  # of the rows, in bytes
+        edges = [_byte_edges(*pair) for pair in zip(rendered, raws, strict=True)]
+        row = np.repeat(np.arange(len(edges)), [len(some) for some in edges])
+        all_edges = np.concatenate(edges) + row_edges[row]
+        mask = np.zeros(len(ids), dtype=bool)
+        begins = starts.searchsorted(all_edges[0::2]).tolist()
+        stops = ends.searchsorted(all_edges[1::2], "right").tolist()
+        for begin, stop in zip(begins, stops, strict=True):
+            mask[begin:stop] = True
+        usual = (starts[firsts] == row_edges[:-1]) & (ends[lasts - 1] == row_edges[1:])
+        usual[row[_crossed(starts, ends, all_edges)]] = False
+        usual &= np.logical_or.reduceat(mask, firsts)
+        return [
+            (ids[first:last], mask[first:last]) if good else None
+            for first, last, good in zip(
+                firsts.tolist(), lasts.tolist(), usual.tolist(), strict=True
+            )
+        ]
+
     def _masked(self, rendered: Rendered, ids: list[int], *, source: str) -> Document:
         """The document of a rendered row whose whole text encodes to ids."""
         raw = rendered.text.encode("utf-8")
-        spans = _byte_spans(rendered.text, rendered.spans)
-        ids, starts, ends = self._settle(rendered, raw, spans, ids)
-        _check_edges(starts, ends, [edge for span in spans for edge in span])
-        mask = np.zeros(len(ids), dtype=bool)
-        for start, end in spans:
-            mask[starts.searchsorted(start) : ends.searchsorted(end, "right")] = True
+        edges = _byte_edges(rendered, raw)
+        token_ids, starts, ends = self._settle(rendered, raw, edges, np.array(ids, np.int64))
+        firsts = starts.searchsorted(edges[0::2]).tolist()
+        lasts = ends.searchsorted(edges[1::2], "right").tolist()
+        mask = np.zeros(len(token_ids), dtype=bool)
+        for first, last in zip(firsts, lasts, strict=True):
+            mask[first:last] = True
         mask &= ends > starts
         if not mask.any():
             raise RowError("no supervised token")
-        return make_document(np.array(ids, dtype=np.int64), mask, source=source)
+        return make_document(token_ids, mask, source=source)
 
     def _given(self, row: TokenRow) -> Document:
         """Ids and mask as the row has them."""
@@ -113,22 +167,27 @@ class ChatTokenizer:
         ids, mask = np.array(row.input_ids, np.int64), np.array(row.loss_mask, bool)
         return make_document(ids, mask, source=row.source)
 
-    def _settle(self, rendered: Rendered, raw: bytes, spans, ids: list[int]):
-        """ids of the text, and starts and ends of the tokens in its bytes.
+    def _settle(self, rendered: Rendered, raw: bytes, edges: np.ndarray, ids: np.ndarray):
+        """ids of the text, and starts and ends of the tokens in its bytes; no edge is crossed.
 
         A token may reach over the end of a generation prompt, e.g. the newline that ends the
         prompt merged with one that starts the answer. While serving, the prompt is tokenised
         alone, so there is a token boundary: the text is then encoded in pieces cut there.
         """
         starts, ends = self._bytes.ranges(ids, raw)
-        crossed = _crossed(starts, ends, [start for start, _ in spans])
-        if crossed.any():
+        crossed = _crossed(starts, ends, edges)
+        if crossed[0::2].any():
             inside = [
-                start for (start, _), cut in zip(rendered.spans, crossed, strict=True) if cut
+                start for (start, _), cut in zip(rendered.spans, crossed[0::2], strict=True) if cut
             ]
             cuts, text = [0, *inside, len(rendered.text)], rendered.text
-            ids = [i for a, b in zip(cuts, cuts[1:], strict=False) for i in self._ids(text[a:b])]
+            pieces = [self._ids(text[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+            ids = np.array([i for piece in pieces for i in piece], np.int64)
             starts, ends = self._bytes.ranges(ids, raw)
+            crossed = _crossed(starts, ends, edges)
+        if crossed.any():
+            edge = edges[crossed.argmax()]
+            raise RowError("a token crosses the edge of the assistant's text", f"byte {edge}")
         return ids, starts, ends
 
     def _all_ids(self, texts: list[str]) -> list[list[int]]:
@@ -155,30 +214,24 @@ def make_document(input_ids: np.ndarray, loss_mask: np.ndarray, *, source: str) 
     """A Document from int64 ids [L] and bool mask [L]; the doc_id is computed here only."""
     assert input_ids.dtype == np.int64 and loss_mask.dtype == bool, (input_ids, loss_mask)
     assert input_ids.shape == loss_mask.shape, (input_ids.shape, loss_mask.shape)
-    digest = hashlib.sha256(input_ids.astype("<i8").tobytes() + loss_mask.tobytes()).hexdigest()
-    return Document(torch.from_numpy(input_ids), torch.from_numpy(loss_mask), source, digest)
+    digest = hashlib.sha256(input_ids.astype("<i8", copy=False).tobytes())
+    digest.update(loss_mask.tobytes())
+    tensors = torch.from_numpy(input_ids), torch.from_numpy(loss_mask)
+    return Document(*tensors, source, digest.hexdigest())
 
 
-def _byte_spans(text: str, spans: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
-    """Character spans as UTF-8 byte spans, in one pass over the text."""
-    found, chars, size = [], 0, 0
-    for start, end in spans:
-        size += len(text[chars:start].encode())
-        first, size = size, size + len(text[start:end].encode())
-        found.append((first, size))
-        chars = end
-    return found
+def _byte_edges(rendered: Rendered, raw: bytes) -> np.ndarray:
+    """Start, end, start, end, ... of the spans in the UTF-8 bytes, int64, in one pass."""
+    text, edges = rendered.text, [edge for span in rendered.spans for edge in span]
+    if len(text) != len(raw):
+        place, size = 0, 0
+        for k, edge in enumerate(edges):
+            size += len(text[place:edge].encode())
+            place, edges[k] = edge, size
+    return np.array(edges, np.int64)
 
 
-def _crossed(starts: np.ndarray, ends: np.ndarray, edges: list[int]) -> np.ndarray:
+def _crossed(starts: np.ndarray, ends: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """Which byte edges lie inside a token: the last token that starts before one ends after it."""
     before = starts.searchsorted(edges) - 1
     return (before >= 0) & (ends[before] > edges)
-
-
-def _check_edges(starts: np.ndarray, ends: np.ndarray, edges: list[int]) -> None:
-    crossed = _crossed(starts, ends, edges)
-    if crossed.any():
-        raise RowError(
-            "a token crosses the edge of the assistant's text", f"byte {edges[crossed.argmax()]}"
-        )
