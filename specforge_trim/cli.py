@@ -132,6 +132,7 @@ def prepare_command(argv: Sequence[str]) -> None:
     data = pipeline.prepare_data(
         config, target, world, paths=arguments.files or None, announce=False
     )
+    pipeline.log_sample(data, target.tokenizer())
     print(f"{data.summary()}\n{data.folder}")
     distributed.stop(world)
 

@@ -124,7 +124,8 @@ class DataConfig:
     )
     num_workers: int = option(
         1,
-        "loader processes per rank that read and plan batches; 0 = in the main process",
+        "loader processes per rank that read and plan batches; 0 = in the main process, as "
+        "always with online",
         at_least=0,
     )
     feature_dtype: str = option(

@@ -15,6 +15,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from typing import Any
 from specforge_trim.config import Config, ConfigError
 from specforge_trim.config_checks import check_draft, sequence_degrees
 from specforge_trim.data.dataset import PreparedData, prepare
+from specforge_trim.data.inspect import show_sample
 from specforge_trim.data.peer_formats.folder import PeerData
 from specforge_trim.data.sources import Source, document_weights, parse_source
 from specforge_trim.data.supervision import MaskOptions
@@ -141,7 +144,17 @@ def prepare_data(
     data = drawn(config, data)
     if announce:
         logger.log(logging.WARNING if data.skipped else logging.INFO, "%s", data.summary())
+        log_sample(data, tokenizer)
     return data
+
+
+def log_sample(data: PreparedData | PeerData, tokenizer: Any) -> None:
+    """What to look at before anything is trained: which text of one conversation has loss."""
+    color = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    marked = "in green" if color else "between [[ and ]]"
+    document = data[0]
+    shown = show_sample(document, tokenizer, color=color)
+    logger.info("a sample, text with loss %s: %s: %s", marked, document.source, shown)
 
 
 def training_data(
@@ -150,11 +163,21 @@ def training_data(
     """What is trained on, and where a batch gets its tokens and features from."""
     if config.data.train_features is not None:
         peer = open_peer_data(config, target, world)
+        if world.is_main:
+            _log_peer_sample(peer, target)
         return peer, peer
     data = prepare_data(config, target, world)
     if config.data.online:
         return data, online_documents(config, target, data, world)
     return data, TrainingDocuments(data, make_features(config, target, data, world))
+
+
+def _log_peer_sample(data: PeerData, target: Target) -> None:
+    """Their masks were made elsewhere: all the more reason to look at one. It stops no run."""
+    try:
+        log_sample(data, target.tokenizer())
+    except (OSError, ValueError) as error:
+        logger.warning("no sample of the loss masks is shown: %s", error)
 
 
 # ---------------------------------------------------------------------- training

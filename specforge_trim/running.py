@@ -13,7 +13,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from tqdm import tqdm
 
@@ -61,6 +61,8 @@ def _rank() -> int:
 
 def _report(message: str) -> int:
     where = f" (rank {_rank()})" if _rank() else ""
+    with suppress(OSError):  # what was printed before stands before it, in one file too
+        sys.stdout.flush()
     print(f"error{where}: {message}", file=sys.stderr)
     _note_for_torchrun(message)
     return 2

@@ -10,7 +10,7 @@ import torch
 from chat_templates import assistant, chat_tokenizer, user
 
 from specforge_trim.data.dataset import prepare
-from specforge_trim.data.inspect import inspect_terminal
+from specforge_trim.data.inspect import inspect_terminal, show_sample
 from specforge_trim.data.inspect_stats import document_stats
 from specforge_trim.data.tokenize import Document
 from specforge_trim.plan.cost import DraftDims
@@ -109,3 +109,46 @@ def test_sampling_is_said(prepared):
 def test_an_index_that_does_not_exist(prepared, index):
     with pytest.raises(ValueError, match=f"index {index}: expected 0 to 2"):
         inspect_terminal(*prepared, index=index, **SETTINGS)
+
+
+def test_a_sample_is_one_line_around_the_first_answer(prepared):
+    data, tokenizer = prepared
+    line = show_sample(data[0], tokenizer, color=False)
+    answer = "[[the answer is here<|im_end|>]]"
+    before, after = "<|im_start|>assistant\\n", "\\n"
+    assert line.startswith("...") and line.endswith(
+        f"0123456789 <|im_end|>\\n{before}{answer}{after}"
+    )
+    assert len(line) < 300 and "\n" not in line
+    # Short enough to be shown whole.
+    whole = tokenizer.decode(data[1].input_ids).replace("\n", "\\n")
+    shown = show_sample(data[1], tokenizer, color=False)
+    assert "\x1b" not in shown and "\\x1b[31m evil\\u202e" in shown
+    assert shown.replace("[[", "").replace("]]", "") == whole.replace("\x1b", "\\x1b").replace(
+        "\u202e", "\\u202e"
+    )
+
+
+def test_the_middle_of_a_long_answer_is_left_out_of_a_sample():
+    tokenizer = chat_tokenizer()
+    ids = torch.tensor(tokenizer("yes no " * 60, add_special_tokens=False)["input_ids"])
+    assert len(ids) > 100
+    mask = torch.ones(len(ids), dtype=torch.bool)
+    mask[:3] = False
+    line = show_sample(Document(ids, mask, "a:1", "0"), tokenizer, color=True)
+    green = re.findall(r"\x1b\[1;32m(.*?)\x1b\[0m", line)
+    first, last = tokenizer.decode(ids[3:43]), tokenizer.decode(ids[-40:])
+    assert green == [f"{first} ... {len(ids) - 83} tokens ... {last}"]
+
+
+def test_an_answer_that_ends_the_text_and_one_of_one_token():
+    tokenizer = chat_tokenizer()
+    ids = torch.tensor(tokenizer("ab", add_special_tokens=False)["input_ids"] * 3)
+    for marked in ([0], [len(ids) - 1], range(len(ids))):
+        mask = torch.zeros(len(ids), dtype=torch.bool)
+        mask[list(marked)] = True
+        line = show_sample(Document(ids, mask, "a:1", "0"), tokenizer, color=False)
+        inside = tokenizer.decode(ids[mask])
+        assert (
+            line.count(f"[[{inside}]]") == 1 and line.replace("[", "").replace("]", "") == "ababab"
+        )

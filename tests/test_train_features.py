@@ -8,6 +8,9 @@ when most of its data is gone; files left in shared memory.
 import functools
 import json
 import os
+import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,11 +64,17 @@ def metrics(out):
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_online_training_equals_training_from_the_store(place, tmp_path):
-    cache = ["--cache-dir", str(tmp_path / "cache")]
+def test_online_training_equals_training_from_the_store(place, tmp_path, capsys):
+    cache = ["--cache-dir", str(tmp_path / "cache"), "--num-workers", "1"]
     assert train_main(argv(place, tmp_path / "online", "--online", *cache)) == 0
+    err = capsys.readouterr().err
+    assert err.count("num_workers has no effect") == 1
+    (sample,) = [line for line in err.splitlines() if "a sample, text with loss" in line]
+    assert "between [[ and ]]" in sample and "train.jsonl:1: " in sample
+    assert len(re.findall(r"\[\[[^\[\]]+<\|im_end\|>\]\]", sample)) == 1
     assert not (tmp_path / "cache" / "features").exists()
     assert train_main(argv(place, tmp_path / "offline", *cache)) == 0
+    assert "num_workers has no effect" not in capsys.readouterr().err
     assert list((tmp_path / "cache" / "features").iterdir())
     online, offline = metrics(tmp_path / "online"), metrics(tmp_path / "offline")
     assert len(online) == len(offline) >= 2
@@ -185,6 +194,20 @@ def test_verify_names_damage_and_makes_room_for_a_new_capture(damaged, capsys):
     assert main(["verify", folder]) == 0
     assert main(["verify", str(run.store.folder.parent)]) == 2
     assert "no manifest.json" in capsys.readouterr().err
+
+
+def test_verify_writes_its_last_line_last_also_into_a_file(damaged, tmp_path):
+    """Output and errors in one file, where output is not written line by line."""
+    with open(tmp_path / "log", "w+") as log:
+        code = "import sys; from specforge_trim.cli import main; sys.exit(main(sys.argv[1:]))"
+        command = [sys.executable, "-c", code, "verify", damaged().store.folder]
+        held_back = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+        done = subprocess.run(
+            command, stdout=log, stderr=subprocess.STDOUT, env=held_back, check=False
+        )
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert done.returncode == 2 and "3 shards are damaged" in lines[-1]
+    assert "5 of 8 shards are whole" in lines[-2]
 
 
 def test_one_of_four_fails_with_four_layers_in_bf16(place, tmp_path):

@@ -21,12 +21,14 @@ from specforge_trim.data.inspect_stats import (
     total_cost,
 )
 from specforge_trim.data.prepared import PreparedData
+from specforge_trim.data.tokenize import Document
 from specforge_trim.plan.cost import STAGES, DraftDims
 from specforge_trim.plan.pack import TrimPack
 
 _GREEN, _DIM, _BOLD, _OFF = "\x1b[1;32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 _EDGE_WITHOUT_LOSS = 60  # tokens shown at each end of a long stretch without loss
 _EDGE_WITH_LOSS = 400
+_SAMPLE_AROUND = 40  # tokens of a sample before its answer, and at each end of a long answer
 
 
 def inspect_terminal(
@@ -117,6 +119,31 @@ def show_document(
     return head + text.rstrip("\n")
 
 
+def show_sample(document: Document, tokenizer, *, color: bool) -> str:
+    """The first stretch with loss and what stands around it, in one line for a log.
+
+    Newlines are written as \\n; supervised text is green, without colours between [[ and ]].
+    """
+    mask = document.loss_mask.long()
+    start = int(mask.argmax())
+    end = start + int(torch.cat([mask[start:], torch.zeros(1)]).argmin())
+    ids = document.input_ids.tolist()
+    before, inside = ids[max(0, start - _SAMPLE_AROUND) : start], ids[start:end]
+    cut = len(inside) - 2 * _SAMPLE_AROUND
+    parts = [_one_line(tokenizer, inside)]
+    if cut > 0:
+        first, last = inside[:_SAMPLE_AROUND], inside[-_SAMPLE_AROUND:]
+        parts = [_one_line(tokenizer, first), f" ... {cut:,} tokens ... "]
+        parts.append(_one_line(tokenizer, last))
+    paints = [_DIM, _GREEN]
+    shown = _mark("".join(parts), kind=1, paints=paints, color=color)
+    left = _mark(_one_line(tokenizer, before), kind=0, paints=paints, color=color)
+    rest = ids[end : end + _SAMPLE_AROUND // 4]
+    right = _mark(_one_line(tokenizer, rest), kind=0, paints=paints, color=color)
+    dots = "..." if start > len(before) else "", "..." if end + len(rest) < len(ids) else ""
+    return f"{dots[0]}{left}{shown}{right}{dots[1]}"
+
+
 def _shade(step: int, ttt_length: int) -> int:
     """A colour of the 256-colour palette: blue for one step, through green, to red for all."""
     ramp = (27, 33, 39, 44, 42, 76, 148, 214, 203)
@@ -136,6 +163,10 @@ def _stretch(tokenizer, ids: list[int], *, kind: int) -> str:
         return _decode(tokenizer, ids)
     hidden = f"\n    ... {len(ids) - 2 * edge:,} tokens {'with' if kind else 'without'} loss ...\n"
     return _decode(tokenizer, ids[:edge]) + hidden + _decode(tokenizer, ids[-edge:])
+
+
+def _one_line(tokenizer, ids: list[int]) -> str:
+    return _decode(tokenizer, ids).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def _decode(tokenizer, ids: list[int]) -> str:

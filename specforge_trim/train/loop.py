@@ -237,6 +237,8 @@ def _loader(
 ) -> BatchLoader:
     # A target that computes features while training cannot be forked into loader processes.
     workers = 0 if config.data.online else config.data.num_workers
+    if workers != config.data.num_workers:
+        logger.info("online: batches are made in the training process, num_workers has no effect")
     return BatchLoader(
         documents,
         schedule,
