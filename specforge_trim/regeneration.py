@@ -72,9 +72,14 @@ def server_source(arguments: argparse.Namespace) -> AnswerSource:
     from specforge_trim.target.server_answers import ServerAnswers, served_model
 
     key = os.environ.get(API_KEY)
+    name = arguments.server_model
+    if not name:
+        # Whether the server is there is known after few tries: no long wait on a wrong address.
+        tries = min(2, arguments.retries)
+        name = served_model(arguments.server, api_key=key, retries=tries)
     return ServerAnswers(
         arguments.server,
-        arguments.server_model or served_model(arguments.server, api_key=key),
+        name,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
         concurrency=arguments.concurrency,

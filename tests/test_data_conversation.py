@@ -135,11 +135,11 @@ def test_null_columns_that_become_text_later_and_one_long_line(tmp_path):
     long = "x" * 30_000_000
     rows = read(
         tmp_path,
-        *([GOOD | {"id": None}] * 100),
+        *([GOOD | {"id": None}] * 10_000),
         GOOD | {"id": "text"},
         {"messages": [USER | {"content": long}, ASSISTANT]},
     )
-    assert all(isinstance(row, Conversation) for row in rows) and len(rows) == 102
+    assert all(isinstance(row, Conversation) for row in rows) and len(rows) == 10_002
     assert rows[-1].messages[0]["content"] == long
 
 

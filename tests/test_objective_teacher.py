@@ -7,6 +7,7 @@ head that were rounded to bf16.
 
 import pytest
 import torch
+from test_objective_fused import Largest
 from test_target_hf import FAMILIES
 from tiny import random_ids_and_mask, randomise
 from transformers import AutoModelForCausalLM
@@ -49,6 +50,24 @@ def test_streamed_equals_dense(kept, block, monkeypatch):
     assert_dense(table, last @ teacher.head.T, kept, 1e-13)
     torch.testing.assert_close(table.log_probs.exp(), table.probs, rtol=1e-12, atol=0)
     assert teacher.table(last).log_probs is None
+
+
+def test_a_vocabulary_of_128k_is_never_held_for_all_rows():
+    """The block sizes in use: the largest tensor is the table of draft columns, 1/8 of [S, V]."""
+    rows, vocab = 640, 128_000
+    kept = list(range(5, vocab, 8))
+    gen = torch.Generator().manual_seed(3)
+    teacher = make(kept, head=torch.randn(vocab, 4, generator=gen), dtype=torch.float32)
+    last = torch.randn(rows, 4, generator=gen)
+    with Largest() as largest:
+        table = teacher.table(last)
+    assert largest.elements == rows * len(kept)
+    some = slice(510, 515)  # on both sides of an edge between blocks of rows
+    full = torch.softmax(last[some].double() @ teacher.head.double().T, -1)
+    wanted = full[:, kept] / full[:, kept].sum(-1, keepdim=True)
+    error = float((table.probs[some] / wanted - 1).abs().max())
+    assert error < 1e-4, f"{error:.1e}"  # logits of about 10 in float32: exp() has 1e-5
+    assert float((table.draft_mass[some] - full[:, kept].sum(-1)).abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("block", [2, 5, 23])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_step import Doc, run_step
 
 from specforge_trim.cli import train_main
@@ -191,16 +191,39 @@ def test_bad_files_are_named_counted_and_left_out(target, documents, tmp_path):
     assert "6 of 12 feature files" in data.summary()
 
 
+def test_files_of_speculators_old_layout_are_told_by_name(target, documents, tmp_path):
+    """data_{i}.pt with a list of layers: nothing in it says whether the last one is normed."""
+    folder = tmp_path / "peer"
+    write_modelopt(folder, target, documents)
+    aux, last = states(target, documents[0])
+    layers = [*aux.chunk(3, dim=1), last]
+    sample = {"input_ids": documents[0].input_ids, "loss_mask": documents[0].loss_mask}
+    torch.save(sample | {"hidden_states": layers}, folder / "data_0.pt")
+    data = open_folder(folder, target, tmp_path / "cache")
+    (bad,) = data.bad_rows
+    assert bad.source.endswith("data_0.pt") and len(data) == 12
+    assert "speculators' old layout" in bad.reason and "hs_*.safetensors" in bad.reason
+
+
 def test_states_of_another_request_are_refused(target, documents, tmp_path):
     write_speculators(tmp_path / "peer", target, documents)
     hidden = tmp_path / "peer" / "hidden_states"
     (hidden / "hs_3.safetensors").rename(hidden / "hs_12.safetensors")  # a row too many
     shutil.copy(hidden / "hs_5.safetensors", hidden / "hs_4.safetensors")
+    other = load_file(hidden / "hs_6.safetensors")  # of as many tokens, equal up to the last
+    other["token_ids"][-1] += 1
+    save_file(other, hidden / "hs_6.safetensors")
+    shorter = load_file(hidden / "hs_7.safetensors")  # all ids, but states of a shorter prefix
+    shorter["hidden_states"] = shorter["hidden_states"][:-2].clone()
+    save_file(shorter, hidden / "hs_7.safetensors")
     data = open_folder(hidden, target, tmp_path / "cache", max_bad_fraction=0.5)
     reasons = {row.source.rpartition("/")[2]: row.reason for row in data.bad_rows}
     assert "23 tokens that are not the 20 of row 4" in reasons["hs_4.safetensors"]
     assert "row 12 of a data set of 12 rows" in reasons["hs_12.safetensors"]
-    assert len(data) == 10
+    count = len(documents[6].input_ids)
+    assert f"{count} tokens that are not the {count} of row 6" in reasons["hs_6.safetensors"]
+    assert f"for {len(documents[7].input_ids)} tokens" in reasons["hs_7.safetensors"]
+    assert len(data) == 8
 
 
 def test_states_that_are_not_finite_are_found_before_they_train(target, documents, tmp_path):

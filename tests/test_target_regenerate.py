@@ -3,11 +3,12 @@ that change with the order of rows; degenerate answers kept; an end-of-turn inve
 that was cut off."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from tiny import CHATML, save_tiny_target, tiny_messages, tiny_tokenizer
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from specforge_trim.target.answers import Answer, degenerate_reason
 from specforge_trim.target.local_answers import LocalAnswers
@@ -200,6 +201,34 @@ def test_nothing_usable_is_an_error(tmp_path, target):
         run([path], tmp_path / "out.jsonl", target)
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
         run([path], tmp_path / "out.jsonl", target, max_new_tokens=0)
+
+
+def stripped(target, folder, *tokens, **settings):
+    """The target with a tokenizer that lacks some tokens, and other model settings."""
+    shutil.copytree(target, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for token in tokens:
+        setattr(tokenizer, token, None)
+    tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | settings
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_without_a_pad_token_the_first_of_several_end_tokens_fills_up(tmp_path, target, prompts):
+    bare = stripped(target, tmp_path / "bare", "pad_token")
+    assert AutoTokenizer.from_pretrained(bare).pad_token_id is None and len(END_IDS) > 1
+    run([prompts], tmp_path / "one.jsonl", target)
+    run([prompts], tmp_path / "two.jsonl", bare)
+    one, two = read(tmp_path / "one.jsonl"), read(tmp_path / "two.jsonl")
+    assert [row["messages"] for row in one] == [row["messages"] for row in two] != []
+
+
+def test_a_target_without_any_end_token_is_refused(tmp_path, target, prompts):
+    endless = stripped(target, tmp_path / "t", "pad_token", "eos_token", eos_token_id=None)
+    (endless / "generation_config.json").unlink()
+    with pytest.raises(ValueError, match="no eos_token_id: its answers never end"):
+        run([prompts], tmp_path / "out.jsonl", endless)
 
 
 REQUEST = tuple(range(1000, 1100))

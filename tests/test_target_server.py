@@ -289,3 +289,16 @@ def test_the_command_finds_the_model_and_its_mistakes_are_named(
     assert "http://host:port" in capsys.readouterr().err
     assert main([*flags[:-1], "--temperature", "0.5"]) == 2
     assert "--server" in capsys.readouterr().err
+
+
+def test_retries_hold_for_the_question_after_the_model_too(prompts, tmp_path, capsys):
+    server = Server()
+    server.close()
+    argv = ["regenerate", str(prompts), "--out", str(tmp_path / "o"), "--server", server.url]
+    assert main([*argv, "--retries", "0"]) == 2
+    assert "gave no answer after one try:" in capsys.readouterr().err
+    assert main([*argv, "--retries", "1"]) == 2
+    assert "gave no answer after 2 tries:" in capsys.readouterr().err
+    for flag, value in (("--retries", "-1"), ("--timeout", "0")):
+        assert main([*argv, "--server-model", "tiny", flag, value]) == 2
+        assert f"{flag[2:]} is {value}" in capsys.readouterr().err

@@ -59,6 +59,10 @@ class ServerAnswers:
         for key in ("max_new_tokens", "concurrency"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} is {getattr(self, key)}, expected at least 1")
+        if self.retries < 0:
+            raise ValueError(f"retries is {self.retries}, expected 0 or more")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout is {self.timeout}, expected seconds above 0")
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"server {self.url!r}: expected http://host:port or https://host")
@@ -180,7 +184,8 @@ class _Client:
                 problem = str(error) or type(error).__name__
             if attempt == server.retries or self._stopped.wait(pause):
                 break
-        raise NoAnswer(f"{server.url} gave no answer after {attempt + 1} tries: {problem}")
+        tries = "one try" if attempt == 0 else f"{attempt + 1} tries"
+        raise NoAnswer(f"{server.url} gave no answer after {tries}: {problem}")
 
     def _send(self, method: str, path: str, body: dict | None) -> tuple[int, str, str]:
         """(status, Retry-After, text) of one try."""
@@ -223,12 +228,14 @@ class _Client:
             connection.close()
 
 
-def served_model(url: str, *, api_key: str | None = None, timeout: float = 30.0) -> str:
+def served_model(
+    url: str, *, api_key: str | None = None, timeout: float = 30.0, retries: int = 2
+) -> str:
     """The name of the one model a server has.
 
     Raises ValueError naming them when there are several, NoAnswer when the server is not there.
     """
-    client = _Client(ServerAnswers(url, "", timeout=timeout, retries=2, api_key=api_key))
+    client = _Client(ServerAnswers(url, "", timeout=timeout, retries=retries, api_key=api_key))
     try:
         names = [entry["id"] for entry in client.request("GET", "/models").get("data", [])]
     finally:

@@ -130,8 +130,15 @@ def _specforge(path: Path) -> PeerFile:
 
 
 def _modelopt(path: Path) -> PeerFile:
+    found = read_tensors(path)
+    if isinstance(found.get("hidden_states"), list):
+        raise BadFeatures(
+            "is of speculators' old layout (hidden_states is a list of layers), which does not "
+            "say whether the last one is normed: capture again with a version that writes "
+            "hs_*.safetensors"
+        )
     keys = {"aux_key": "aux_hidden_states", "last_key": "hidden_states"}
-    return _from_dict(read_tensors(path), **keys)
+    return _from_dict(found, **keys)
 
 
 def _speculators(path: Path) -> PeerFile:
