@@ -64,7 +64,8 @@ def test_every_term_has_a_gradient():
 
 def test_settings_reach_the_step():
     assert step_settings(Config()).objective == Objective() == parse_objective("soft_ce")
-    argv = ["--objective", "0.9*lk_lambda+0.1*hard_ce", "--lk-eta", "10"]
+    argv = ["--objective", "0.9*lk_lambda+0.1*hard_ce", "--lk-eta", "10", "--loss-decay", "0.6"]
     config = load_config(argv, prog="t", description="d")
+    assert step_settings(config).decay == 0.6
     want = Objective((("lk_lambda", 0.9), ("hard_ce", 0.1)), lk_eta=10.0)
     assert step_settings(config).objective == want

@@ -1,8 +1,9 @@
 """The whole training step under every objective, alignment, chain and denominator.
 
 Catches: an objective that is not what the step's rows are trained on, row masks of one alignment
-with the teachers of another, a denominator that scales only some of the terms, steps that add up
-wrongly where nothing (or nothing in the vocabulary) is supervised.
+with the teachers of another, a denominator that scales only some of the terms, a decay that is
+always the default's, steps that add up wrongly where nothing (or nothing in the vocabulary) is
+supervised.
 """
 
 import pytest
@@ -68,19 +69,27 @@ def test_every_objective_equals_the_oracle(alignment, chain):
             assert_equal(result, grads, expected, dict(zip(trained, want, strict=True)), what)
 
 
-def check_case(case, objective):
+def check_case(case, objective, decay=0.8):
     """A case against the oracle; the step's result and gradients."""
     model = oracle_model(case)
-    expected = oracle(model, case.docs, steps=case.steps, row_loss=dense_objective(objective))
+    row_loss = dense_objective(objective)
+    expected = oracle(model, case.docs, steps=case.steps, row_loss=row_loss, decay=decay)
     trained = {n: p for n, p in model.params.items() if p.requires_grad}
     want = [torch.zeros_like(p) for p in trained.values()]
     if expected.total.requires_grad:
         found = torch.autograd.grad(expected.total, list(trained.values()), allow_unused=True)
         want = [w if g is None else g for g, w in zip(found, want, strict=True)]
-    result, grads = run_step(case, make_batch(case, make_pack(case)), objective=objective)
+    batch = make_batch(case, make_pack(case))
+    result, grads = run_step(case, batch, objective=objective, decay=decay)
     assert set(grads) == set(trained)
     assert_equal(result, grads, expected, dict(zip(trained, want, strict=True)), objective)
     return result, grads
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.3])
+def test_step_i_weighs_decay_to_the_i(decay):
+    case = make_case([[0, 1, 1, 1, 0, 1, 1, 0]], steps=3, seed=6)
+    check_case(case, "soft_ce", decay)
 
 
 @pytest.mark.parametrize("objective", ["soft_ce", "0.5*lk_lambda+js"])

@@ -176,6 +176,7 @@ def run_step(
     context_chunk: int = 4096,
     max_keys: int | None = None,
     objective: str = "soft_ce",
+    decay: float = 0.8,
 ) -> tuple[StepResult, dict[str, torch.Tensor]]:
     """Metric sums and the gradient of every trainable parameter."""
     case.model.zero_grad(set_to_none=True)
@@ -187,6 +188,7 @@ def run_step(
         context_chunk=context_chunk,
         max_keys=max_keys,
         objective=parse_objective(objective),
+        decay=decay,
     )
     teacher = Teacher(case.head.to(dtype), case.teacher.draft_to_target, case.teacher.t2d)
     result = ttt_step(
