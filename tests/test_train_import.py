@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import save_tiny_target, tiny_config, write_conversations
 
 from specforge_trim.cli import main, train_main
@@ -36,14 +36,29 @@ def place(tmp_path_factory):
     for layout in ("native", "speculators"):
         export_draft(draft, folder / layout, target_config=tiny_config(), layout=layout,
                      dtype=torch.float32)  # fmt: skip
+    as_specforge_writes(folder / "native", folder / "specforge")
     return folder
+
+
+def as_specforge_writes(ours, theirs):
+    """Transformers' keys, the norm_output of SpecForge's own meaning, no embedding."""
+    theirs.mkdir()
+    raw = json.loads((ours / "config.json").read_text())
+    for key in ("norm_before_residual", "torch_dtype", "eagle_config", "rope_theta"):
+        del raw[key]
+    raw |= {"transformers_version": "5.8.1", "use_cache": True, "initializer_range": 0.02,
+            "pretraining_tp": 1, "norm_output": True}  # fmt: skip
+    (theirs / "config.json").write_text(json.dumps(raw))
+    tensors = load_file(ours / "model.safetensors")
+    del tensors["embed_tokens.weight"]
+    save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
 
 
 def settings(place, **values):
     return build(Config, {"target": str(place / "target"), **values})
 
 
-@pytest.mark.parametrize("layout", ["native", "speculators"])
+@pytest.mark.parametrize("layout", ["native", "speculators", "specforge"])
 def test_sizes_are_the_drafts(place, layout):
     config = settings(place, init_from=str(place / layout))
     sizes = draft_config(config, tiny_config())
@@ -60,15 +75,33 @@ def test_contradictions_are_named(place, tmp_path):
         draft_config(settings(place, init_from=native), other)
 
 
-def test_a_run_that_hardly_learns_exports_the_draft_it_was_given(place, tmp_path):
+def hardly_trained(place, tmp_path, layout):
+    """One step at a rate of nearly 0 from the folder of that layout; the run's flags."""
     data = write_conversations(tmp_path / "chat.jsonl", 2)
     empty = tmp_path / "empty.yaml"
     empty.write_text("{}")
     common = ["--config", str(empty), "--target", str(place / "target"), "--train-data", str(data),
               "--cache-dir", str(tmp_path / "cache"), "--output-dir", str(tmp_path / "run"),
-              "--init-from", str(place / "speculators")]  # fmt: skip
+              "--init-from", str(place / layout)]  # fmt: skip
     assert train_main([*common, "--max-steps", "1", "--learning-rate", "1e-12",
                        "--num-workers", "0"]) == 0  # fmt: skip
+    return common
+
+
+def test_a_specforge_folder_goes_on_as_what_it_trained(place, tmp_path, capfd):
+    common = hardly_trained(place, tmp_path, "specforge")
+    assert "norm_output is not carried over" in capfd.readouterr().err
+    assert main(["export", *common, "--export-dtype", "float32"]) == 0
+    out = tmp_path / "run" / "export"
+    found, given = (load_file(f / "model.safetensors") for f in (out, place / "native"))
+    assert set(found) == set(given)  # the embedding came from the target
+    for name, value in given.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9)
+    assert "norm_output" not in json.loads((out / "config.json").read_text())
+
+
+def test_a_run_that_hardly_learns_exports_the_draft_it_was_given(place, tmp_path):
+    common = hardly_trained(place, tmp_path, "speculators")
     flags = ["--export-dtype", "float32", "--layout", "speculators"]
     assert main(["export", *common, *flags, "--out", str(tmp_path / "a")]) == 0
     given = load_file(place / "speculators" / "model.safetensors")
