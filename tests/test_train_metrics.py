@@ -6,7 +6,7 @@ step, chosen by a symbol of the table; so does the target.  Expected values are 
 Catches: a metric divided on each rank instead of after the sum, rows whose target choice lies
 outside the draft vocabulary left out of a count, conditional accuracy over rows that an earlier
 step missed or did not ask, a logged loss that changes with the denominator of the gradient,
-micro-batches that each divide by their own rows, mapped files counted as memory.
+micro-batches that each divide by their own rows.
 """
 
 import math
@@ -26,7 +26,6 @@ from specforge_trim.model.draft_config import DraftConfig
 from specforge_trim.objective.teacher import Teacher
 from specforge_trim.train import loop
 from specforge_trim.train.batch import PlanSettings, make_batch
-from specforge_trim.train.memory import PeakMemory
 from specforge_trim.train.metrics import count_step, metrics_row
 from specforge_trim.train.stages import StepSettings, ttt_step
 
@@ -346,24 +345,3 @@ def test_a_batch_without_loss_rows_has_null_metrics_and_gradients_of_zero():
         assert row[name] is None, name
     assert row["loss_rows"] == 0
     assert all(not p.grad.any() for p in model.parameters() if p.requires_grad)
-
-
-# ---------------------------------------------------------------------- memory
-
-
-def test_peak_memory_sees_a_block_that_is_gone_and_no_mapped_file(tmp_path):
-    size = 96 << 20
-    file = tmp_path / "features"
-    file.write_bytes(bytes(size))
-    with PeakMemory(torch.device("cpu")) as peak:
-        before = peak.read()
-        mapped = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
-        assert int(mapped.max()) == 0  # every page is resident now
-        assert peak.read() - before < size // 2
-        block = torch.ones(size, dtype=torch.uint8)
-        for _ in range(500):
-            if peak._peak - before > size // 2:
-                break
-            block.add_(0)  # time passes with the block in place
-        del block
-        assert size // 2 < peak.read() - before < 2 * size

@@ -303,6 +303,16 @@ def test_resuming_on_other_data_is_refused(place, exported, capsys):
     assert "was made with data" in err and "--init-from" in err
 
 
+@pytest.mark.parametrize(
+    "flags", [("--objective", "tv"), ("--chain", "run"), ("--loss-decay", "0.5")], ids=" ".join
+)
+def test_resuming_under_another_loss_is_refused(place, exported, capsys, flags):
+    argv = ["--config", str(place / "recipe.yaml"), "--output-dir", str(place / "start"), *TRIM]
+    assert train_main([*argv, "--draft-vocab-size", "8", *flags]) == 2
+    key = flags[0].removeprefix("--").replace("-", "_")
+    assert f"was made with {key} = " in capsys.readouterr().err
+
+
 def test_resuming_with_another_vocabulary_of_the_same_size_is_refused(place, capsys):
     """Head rows mean tokens: the same data and size, but other kept ids."""
     flags = ["--draft-vocab-size", "8", "--max-steps", "1", "--vocab-map"]
