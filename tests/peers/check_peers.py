@@ -5,7 +5,9 @@
     import      what the peer saves again, read by us: the same tensors, the same logits
     losses      SpecForge's per-step losses and every gradient on the same weights and features
                 (alignment token, denominator rows), its Triton kernel under Triton's interpreter
-                and the eager twin beside it
+                and the eager twin beside it; speculators' per-step losses of all objectives
+                (alignment teacher, denominator supervised)
+    flags       the names in docs/flags.md exist in the peers' settings
     controls    the same comparisons on something wrong, which must differ
 
 Prints a table; exits 1 when a comparison fails or a control does not. Runs in an environment of
@@ -40,6 +42,7 @@ from our_side import (  # noqa: E402
     YARN,
     K,
     Problem,
+    entropies,
     export,
     losses_and_gradients,
     make_draft,
@@ -56,6 +59,10 @@ LIMIT = 1e-5  # of the largest value compared, in fp32: sums of some hundred pro
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 FIVE_LAYERS = (1, 2, 4, 6, 8)
 EAGLE31 = {"fc_norm": True, "norm_output": True}
+OBJECTIVES = {  # here and there
+    "soft_ce": "kl_div", "hard_ce": "ce", "reverse_kl": "rkl", "js": "jsd", "tv": "tv",
+    "lk_alpha": "nla", "lk_lambda": "lk_hybrid",
+}  # fmt: skip
 SPECFORGE_DRAFTS = {
     "plain": {},
     "llama3 rope": {"rope_parameters": LLAMA3},
@@ -190,6 +197,7 @@ def speculators_rows(problem: Problem, folder: Path) -> Iterator[Row]:
     changes = {"aux_layers": FIVE_LAYERS, "num_aux_layers": 5}
     for what, value in load_and_save(peer, "speculators", five, folder / "five", changes):
         yield Row("speculators", f"five aux layers: {what}", value)
+    yield from speculators_losses(problem, folder)
     yield Row("speculators", "flags named in docs/flags.md", unknown(unknown_in_speculators()))
     ours = folder / "plain" / "ours"
     wanted = served_logits(problem, make_draft(problem))
@@ -201,6 +209,27 @@ def speculators_rows(problem: Problem, folder: Path) -> Iterator[Row]:
     (ours / "config.json").write_text(json.dumps(config | {"norm_before_residual": True}))
     logits = peer.run(problem, peer.load(ours))
     yield Row("speculators", "norm_before_residual true", _apart_logits(logits, wanted), True)
+
+
+def speculators_losses(problem: Problem, folder: Path) -> Iterator[Row]:
+    """On a whole vocabulary, where no row's teacher lies outside it."""
+    import speculators_peer as peer
+
+    model = make_draft(problem, draft_vocab_size=272)
+    theirs = peer.load(folder / "whole vocabulary" / "ours")
+    for name, loss in OBJECTIVES.items():
+        mine, _ = losses_and_gradients(
+            problem, model, alignment="teacher", objective=name, denominator="supervised"
+        )
+        if name == "soft_ce":
+            mine = mine - entropies(problem)
+        wanted = peer.losses(problem, theirs, loss)
+        what = f"{K} step losses, ours {name}, its {loss}"
+        yield Row("speculators", what, apart({"": mine}, {"": wanted}))
+        if name == "soft_ce":
+            mine, _ = losses_and_gradients(problem, model, denominator="supervised")
+            apart_now = apart({"": mine - entropies(problem)}, {"": wanted})
+            yield Row("speculators", "losses of another alignment", apart_now, True)
 
 
 def _apart_logits(logits: list[Tensor], wanted: list[Tensor]) -> float:

@@ -16,6 +16,7 @@ from tiny_step import Doc
 from torch import Tensor
 
 from specforge_trim.export import export_draft
+from specforge_trim.loss_terms import parse_objective
 from specforge_trim.model.cached_draft import CachedDraft
 from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.model.make_config import draft_for_target
@@ -105,9 +106,15 @@ def served_logits(problem: Problem, model: Eagle3Draft) -> list[Tensor]:
 
 
 def losses_and_gradients(
-    problem: Problem, model: Eagle3Draft, *, alignment: str = "token", trim: bool = True
+    problem: Problem,
+    model: Eagle3Draft,
+    *,
+    alignment: str = "token",
+    trim: bool = True,
+    objective: str = "soft_ce",
+    denominator: str = "rows",
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Per-step losses [K] over the denominator `rows`, and every trained parameter's gradient."""
+    """Per-step losses [K] over the denominator, and every trained parameter's gradient."""
     settings = PlanSettings(
         ttt_length=K, alignment=alignment, trim_loss_positions=trim, trim_backbone_rows=trim,
         chunk_rows=8,
@@ -115,10 +122,24 @@ def losses_and_gradients(
     batch = make_batch([problem.doc], [capture_document(problem.target, problem.doc)], settings)
     head = load_embedding_and_head(problem.folder)
     model.zero_grad(set_to_none=True)
-    denominators = torch.full((K,), float(batch.num_rows))
+    counts = [batch.num_rows] * K if denominator == "rows" else batch.num_loss_rows
+    denominators = torch.tensor(counts, dtype=torch.float32)
     result = ttt_step(
-        model, batch, teacher=Teacher(head.head, model.draft_to_target, model.t2d),
-        denominators=denominators, settings=StepSettings(decay=DECAY),
-    )  # fmt: skip
+        model,
+        batch,
+        teacher=Teacher(head.head, model.draft_to_target, model.t2d),
+        denominators=denominators,
+        settings=StepSettings(decay=DECAY, objective=parse_objective(objective)),
+    )
     gradients = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     return result.loss / denominators, gradients
+
+
+def entropies(problem: Problem) -> Tensor:
+    """[K]: mean entropy of the target where step i of alignment teacher has a loss.
+
+    KL is cross-entropy less this; a constant of the draft.
+    """
+    logits = problem.target.model.lm_head(problem.last).log_softmax(-1)
+    entropy, mask = -(logits.exp() * logits).sum(-1), problem.doc.loss_mask
+    return torch.stack([entropy[1 + i :][mask[1 + i :]].mean() for i in range(K)])
