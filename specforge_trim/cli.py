@@ -77,7 +77,11 @@ def train_command(argv: Sequence[str]) -> None:
     world = distributed.start(
         device=config.train.device, timeout_minutes=config.parallel.timeout_minutes
     )
-    summary = train_draft(config, world)
+    try:
+        summary = train_draft(config, world)
+    except distributed.Stopped:
+        distributed.stop(world)
+        raise
     logger.info("trained %d steps; state in %s", summary.steps, config.output_dir)
     if summary.skipped_steps:
         logger.warning("%d steps had no supervised row and moved no weight", summary.skipped_steps)

@@ -1,6 +1,9 @@
 """Settings that cannot work together, or in this run.  Each refusal names both and a way out."""
 
 import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +72,24 @@ def _expanded(key: str, folder: str) -> Path:
         return Path(folder).expanduser()
     except RuntimeError:  # ~name without such a user
         raise ConfigError(f"{key} = {folder!r}: this machine has no such home folder") from None
+
+
+@contextmanager
+def naming_folders(config: Any) -> Iterator[None]:
+    """Has an OSError about a file below output_dir or cache_dir name that setting."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        file = Path(os.fsdecode(error.filename)).absolute()
+        for key, folder in (("output_dir", config.output_dir), ("cache_dir", config.cache_dir)):
+            if file.is_relative_to(folder.absolute()):
+                raise OSError(
+                    f"{key} = {str(folder)!r} cannot be used ({error.strerror}: {file}): choose "
+                    f"another --{key.replace('_', '-')}"
+                ) from error
+        raise
 
 
 def _check_vocab(model: Any) -> None:

@@ -102,7 +102,8 @@ def plan_of_run(config: Config, *, world_size: int) -> str:
         ("positions", f"rope {draft.rope_parameters['rope_type']}, theta "
                       f"{draft.rope_parameters['rope_theta']:g}, "
                       f"up to {draft.max_position_embeddings:,}"),
-        ("continues", config.model.init_from or "no, starts new"),
+        ("starts from", config.model.init_from or "new weights"),
+        ("output folder", _earlier_run(config)),
         ("layers read", _layers(draft)),
         ("steps", f"K = {config.loss.ttt_length}, {config.loss.loss_alignment}, "
                   f"{config.loss.chain}"),
@@ -122,6 +123,18 @@ def plan_of_run(config: Config, *, world_size: int) -> str:
     lines.append(f"a token of context takes {item / 1024:.1f} KB of it")
     lines += ["", *_data_lines(config, draft, world_size)]
     return "\n".join(lines)
+
+
+def _earlier_run(config: Config) -> str:
+    """What this run would find in output_dir."""
+    from specforge_trim.train.checkpoint_files import list_complete
+
+    found = list_complete(config.output_dir / "checkpoints")
+    if not found:
+        return f"{config.output_dir}, no checkpoint there"
+    if not config.train.resume:
+        return f"{config.output_dir}, its {len(found)} checkpoints are removed (--no-resume)"
+    return f"{config.output_dir}, resumes after step {found[-1].step:,}"
 
 
 def _target_text(config: Config) -> tuple[Any | None, str]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from specforge_trim.config import Config
+from specforge_trim.config_checks import naming_folders
 from specforge_trim.data.dataset import PreparedData
 from specforge_trim.data.document_features import MemoryDocument
 from specforge_trim.data.peer_formats.folder import PeerData
@@ -102,8 +103,9 @@ def make_features(
     name = "-".join(parts)
     folder = config.cache_dir / "features" / name
     # Every rank looks before any writes, so all of them decide alike.
-    if not world.together(lambda: is_captured(data, spec, folder)):
-        world.together(lambda: _capture(config, target, data, folder, world))
+    with naming_folders(config):
+        if not world.together(lambda: is_captured(data, spec, folder)):
+            world.together(lambda: _capture(config, target, data, folder, world))
     doc_ids = [document.doc_id for document in data]
     return FeatureStore.open(folder, expect=spec, doc_ids=doc_ids)
 

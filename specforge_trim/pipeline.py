@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from specforge_trim.config import Config, ConfigError
-from specforge_trim.config_checks import check_draft, sequence_degrees
+from specforge_trim.config_checks import check_draft, naming_folders, sequence_degrees
 from specforge_trim.data.dataset import PreparedData, prepare
 from specforge_trim.data.inspect import show_sample
 from specforge_trim.data.peer_formats.folder import PeerData
@@ -61,7 +61,8 @@ def open_target(config: Config, world: World) -> Target:
     """
     from transformers import AutoConfig
 
-    path = world.first(lambda: resolve_target(config.model.target, cache_dir=config.cache_dir))
+    with naming_folders(config):
+        path = world.first(lambda: resolve_target(config.model.target, cache_dir=config.cache_dir))
 
     def settle() -> Target:
         if isinstance(path, str):
@@ -128,19 +129,20 @@ def prepare_data(
     announce: log what was found, for commands that do not print it themselves.
     """
     files, tokenizer = world.together(lambda: (data_files(config, paths), target.tokenizer()))
-    data = world.first(
-        lambda: prepare(
-            files,
-            tokenizer,
-            cache_dir=config.cache_dir,
-            max_length=config.data.max_length,
-            too_long=config.data.too_long,
-            processes=config.data.prepare_processes,
-            masks=mask_options(config),
-            max_bad_fraction=config.data.max_bad_fraction,
-            progress=world.is_main,
+    with naming_folders(config):
+        data = world.first(
+            lambda: prepare(
+                files,
+                tokenizer,
+                cache_dir=config.cache_dir,
+                max_length=config.data.max_length,
+                too_long=config.data.too_long,
+                processes=config.data.prepare_processes,
+                masks=mask_options(config),
+                max_bad_fraction=config.data.max_bad_fraction,
+                progress=world.is_main,
+            )
         )
-    )
     data = drawn(config, data)
     if announce:
         logger.log(logging.WARNING if data.skipped else logging.INFO, "%s", data.summary())
@@ -187,7 +189,7 @@ def train_draft(config: Config, world: World) -> TrainSummary:
     """All phases up to the trained draft; its state lies in output_dir/checkpoints."""
     if config.data.train_features is None:
         world.together(lambda: data_files(config))  # before the target is fetched
-    with only_run(config.output_dir, world):
+    with naming_folders(config), only_run(config.output_dir, world):
         target = open_target(config, world)
         world.together(lambda: named_vocab(config, target))  # before hours of capturing features
         data, documents = training_data(config, target, world)

@@ -10,7 +10,9 @@ import json
 import logging
 import os
 import select
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,16 +29,20 @@ _PATIENCE = 10.0  # seconds in which rank 0 finds the fault that another rank ha
 def guarded(command: Command, argv: Sequence[str]) -> int:
     """Runs a command; returns its exit code.
 
-    0 done, 2 something to correct, 130 interrupted, 141 nobody reads the output (`| head`).
+    0 done, 2 something to correct, 130 ended by SIGINT (Ctrl-C), 143 by SIGTERM, 141 nobody reads
+    the output (`| head`).
     """
     from safetensors import SafetensorError
 
-    from specforge_trim.distributed import PeerFailed, PeerLost
+    from specforge_trim.distributed import PeerFailed, PeerLost, Stopped
 
     try:
-        with _log_lines(main=_rank() == 0):
+        with _log_lines(main=_rank() == 0), _terminable():
             command(argv)
             sys.stdout.flush()
+    except Stopped as stopped:
+        _tell(str(stopped))
+        return 128 + stopped.signal
     except PeerFailed as error:
         _note_for_torchrun(str(error))  # the rank that failed has said why
         return 2
@@ -48,11 +54,42 @@ def guarded(command: Command, argv: Sequence[str]) -> int:
         return _report(str(error))
     except SafetensorError as error:
         return _report(f"a safetensors file is damaged or cut off: {error}")
-    except KeyboardInterrupt:
-        if _rank() == 0:
-            print("interrupted; run the same command to go on", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        _tell("interrupted; run the same command to go on")
+        return 143 if isinstance(error, _Terminated) else 130
     return 0
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came: ends a command as Ctrl-C does."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Lets SIGTERM end a command as Ctrl-C does; a second one kills.  Main thread only."""
+
+    def terminate(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise _Terminated
+
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    ):
+        yield
+        return
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _tell(message: str) -> None:
+    """Says how a run ended that nothing was wrong with; of several ranks one speaks."""
+    if _rank() == 0:
+        print(message, file=sys.stderr)
+    _note_for_torchrun(message)
 
 
 def _rank() -> int:

@@ -67,7 +67,30 @@ def test_ctrl_c_ends_training_with_one_line(recipe, tmp_path):
     err = process.communicate(timeout=60)[1].decode()
     assert process.returncode == 130
     assert "Traceback" not in err
-    assert err.splitlines()[-1].endswith("interrupted; run the same command to go on"), err[-500:]
+    last = err.splitlines()[-1]
+    assert "SIGINT: stopped after step" in last and last.endswith("the same command goes on"), err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_torchrun_ends_both_ranks_after_a_saved_step(recipe, tmp_path, number):
+    """SIGINT reaches the whole group from a terminal, and the ranks once more from torchrun."""
+    out = tmp_path / "run"
+    process = start([*TORCHRUN, "2"], recipe, out)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    err = process.communicate(timeout=60)[1].decode()
+    assert process.returncode != 0
+    done = checkpoints.newest(out / "checkpoints").step
+    assert f"{number.name}: stopped after step {done}, which is saved" in err, err[-3000:]
+    assert "train_eagle3.py" not in err.split("Traceback")[-1] or "Traceback" not in err
+    assert "error" not in err.lower().split("traceback")[0], err[-3000:]
+    again = start([*TORCHRUN, "2"], recipe, out, "--max-steps", str(done + 20))
+    err = again.communicate(timeout=60)[1].decode()
+    assert again.returncode == 0, err[-2000:]
+    assert f"resuming after step {done}" in err
 
 
 @pytest.mark.slow

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -31,6 +33,8 @@ from specforge_trim.train.batch import (
     make_batch,
 )
 from specforge_trim.train.sampler import Schedule
+
+_GRACE = 60  # seconds that a loader process lives on after SIGTERM
 
 logger = logging.getLogger(__name__)
 
@@ -109,11 +113,15 @@ def _as_it_is(item: Any) -> Any:
     return item
 
 
-def _end_with_parent(worker: int) -> None:
-    """Ends a loader process whose parent was killed.
+def _start_worker(worker: int) -> None:
+    """Ties a loader process to its parent.
 
-    It would wait forever to hand over a batch that no one reads, and hold the parent's files.
+    Ctrl-C, and the SIGTERM of many schedulers, reach the whole process group while the parent
+    still finishes a step and may ask for one more batch. A process whose parent was killed would
+    wait forever to hand over a batch that no one reads, and hold the parent's files.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(_GRACE))
     parent = os.getppid()
 
     def watch() -> None:
@@ -122,6 +130,14 @@ def _end_with_parent(worker: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _worker_lost(error: RuntimeError) -> OSError:
+    return ChildProcessError(
+        f"a loader process was killed or crashed ({str(error).splitlines()[0]}); out of memory is "
+        "the usual cause: lower --num-workers (0 = in the main process). The same command "
+        "continues from the newest checkpoint"
+    )
 
 
 class BatchLoader:
@@ -157,7 +173,7 @@ class BatchLoader:
             name = f"{document.source} (document {document.doc_id[:12]})"
             yield name, self._planned.batch((number,), torch.ones(1, dtype=torch.bool))
 
-    def steps(self, start: int) -> Iterator[list[Batch]]:
+    def steps(self, start: int) -> Generator[list[Batch], None, None]:
         """The non-empty micro-batches of each optimizer step from `start` to the end."""
         accumulate = self._schedule.accumulate
         order = range(start * accumulate, self._schedule.total_steps * accumulate)
@@ -167,26 +183,49 @@ class BatchLoader:
             sampler=order,
             num_workers=self._num_workers,
             collate_fn=_as_it_is,
-            worker_init_fn=_end_with_parent,
+            worker_init_fn=_start_worker,
             prefetch_factor=2 if self._num_workers else None,
         )
         batches: list[Batch] = []
         numbers: tuple[int, ...] = ()
-        for k, ahead in zip(order, loader, strict=True):
-            for line in ahead.skipped:
-                logger.error("document left out: %s", line)  # an error: shown on every rank
-            if self._group is not None:
-                ahead = self._agreed(k, ahead, self._group)
-            self._skipped += len(ahead.skipped)
-            if isinstance(ahead.batch, Exception):
-                raise ahead.batch
-            if ahead.batch is not None:
-                batches.append(self._unpack(ahead))
-                numbers += ahead.numbers
-            if (k + 1) % accumulate == 0:
-                self._numbers = numbers
-                yield batches
-                batches, numbers = [], ()
+        with closing(self._survivors(loader)) as items:
+            for k, ahead in zip(order, items, strict=True):
+                for line in ahead.skipped:
+                    logger.error("document left out: %s", line)  # an error: shown on every rank
+                if self._group is not None:
+                    ahead = self._agreed(k, ahead, self._group)
+                self._skipped += len(ahead.skipped)
+                if isinstance(ahead.batch, Exception):
+                    raise ahead.batch
+                if ahead.batch is not None:
+                    batches.append(self._unpack(ahead))
+                    numbers += ahead.numbers
+                if (k + 1) % accumulate == 0:
+                    self._numbers = numbers
+                    yield batches
+                    batches, numbers = [], ()
+
+    def _survivors(self, loader: DataLoader) -> Generator[_Ahead, None, None]:
+        """The loader's items; a loader process that died is the error of the next one.
+
+        torch raises for it from within whatever the main thread does at that moment, be it a
+        save; with its signal handler set aside, the next fetch says so, and all ranks hear of it.
+        """
+        items = iter(loader)
+        before = signal.getsignal(signal.SIGCHLD)
+        ours = self._num_workers and threading.current_thread() is threading.main_thread()
+        if ours:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        try:
+            yield from items
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker (pid"):
+                raise
+            yield _Ahead((), _worker_lost(error), ())
+        finally:
+            del items  # ends the loader processes, also where a traceback holds this frame
+            if ours:
+                signal.signal(signal.SIGCHLD, before)
 
     def _agreed(self, k: int, ahead: _Ahead, group: RankGroup) -> _Ahead:
         """The micro-batch as all ranks of the group can run it: same documents, same rows.

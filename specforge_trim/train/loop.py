@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from specforge_trim.config import Config
-from specforge_trim.distributed import PeerLost, World
+from specforge_trim.distributed import World
 from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.objective.teacher import Teacher
 from specforge_trim.parallel.layout import Layout
@@ -45,6 +45,7 @@ from specforge_trim.train.optimizer import (
 from specforge_trim.train.sampler import Schedule
 from specforge_trim.train.settings import plan_settings, sequence_layout, step_settings
 from specforge_trim.train.stages import StepResult, ttt_step
+from specforge_trim.train.stopping import Steps, stopped_by
 from specforge_trim.train.trackers import JsonLines, Progress
 
 logger = logging.getLogger(__name__)
@@ -82,8 +83,8 @@ def train(
         model: the same weights on every rank; teacher: in the computation's dtype; both on device.
         documents, lengths, weights: each document's features, tokens, turns per epoch (None = 1).
         identity: settings that a resumed run must share; provenance: kept beside each checkpoint.
-    Raises ValueError (another run's checkpoint, too many values not finite, much bad data) or
-    PeerLost.
+    Raises ValueError (another run's checkpoint, too many values not finite, much bad data),
+    OSError (a full disk, a dead loader process), PeerLost, or, after SIGTERM or SIGINT, Stopped.
     """
     layout = sequence_layout(config, world)
     schedule = _schedule(config, lengths, weights, layout)
@@ -126,8 +127,9 @@ class _Run:
         row: dict[str, Any] | None = None
         log = self._log(done)
         progress = closing(Progress(total=total, done=done, show=self.world.is_main))
-        with _Where(done, self.world) as where, progress as bar:
-            for step, batches in where.numbered(clock.waiting(self.loader.steps(done))):
+        loading = closing(self.loader.steps(done))
+        with Steps(done, self.world) as steps, loading as made_ahead, progress as bar:
+            for step, batches in steps.until_stopped(clock.waiting(made_ahead)):
                 counts = self._count(step, batches)
                 clock.add(counts)
                 results, norm = self.gradients.of(batches, counts)
@@ -143,6 +145,9 @@ class _Run:
                 bar.update(row)
                 if step == total or (options.save_every and step % options.save_every == 0):
                     keep.save(step)
+            if steps.stopped:
+                keep.save(steps.done)
+                raise stopped_by(steps.stopped, steps.done)
         return TrainSummary(total, keep.skipped, keep.non_finite, row)
 
     def _log(self, done: int) -> JsonLines:
@@ -195,26 +200,6 @@ class _Run:
             "non_finite_steps": self.keep.non_finite,
             "skipped_documents": self.left_out.total,
         }
-
-
-class _Where:
-    """Numbers optimizer steps, and names the one in which contact with another rank was lost."""
-
-    def __init__(self, done: int, world: World) -> None:
-        self.step, self._world = done, world
-
-    def numbered(self, steps: Iterable[list[Batch]]) -> Iterator[tuple[int, list[Batch]]]:
-        for batches in steps:
-            self.step += 1
-            self._world.together(self._world.see_launcher)
-            yield self.step, batches
-
-    def __enter__(self) -> _Where:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, PeerLost):
-            raise PeerLost(f"in or after optimizer step {self.step}: {error}") from error
 
 
 def _schedule(
