@@ -19,7 +19,12 @@ from specforge_trim.model.draft_config import DraftConfig
 from specforge_trim.model.prune import prune_vocab
 from specforge_trim.model_card import update_acceptance
 from specforge_trim.pipeline import Target, prepare_data
-from specforge_trim.target.hf import HFTarget, load_embedding_and_head, target_fingerprint
+from specforge_trim.target.hf import (
+    HFTarget,
+    TargetHead,
+    load_embedding_and_head,
+    target_fingerprint,
+)
 from specforge_trim.train import checkpoint as checkpoints
 
 
@@ -99,7 +104,10 @@ def evaluate_drafts(
     prompts = held_out_prompts(config, target, world)
     folder = draft_dir or config.output_dir / "export"
     draft = load_draft(folder, dtype=torch.float32)
-    untrained = _untrained_like(config, target, draft)
+    head = load_embedding_and_head(target.path)
+    if draft.lacks_embedding:  # SpecForge and EAGLE leave the target's rows out
+        draft.load_target(head)
+    untrained = _untrained_like(config, head, draft)
     model = HFTarget.load(
         target.path,
         dtype=torch.float32,
@@ -125,9 +133,8 @@ def evaluate_drafts(
     return report
 
 
-def _untrained_like(config: Config, target: Target, draft: Eagle3Draft) -> Eagle3Draft:
+def _untrained_like(config: Config, head: TargetHead, draft: Eagle3Draft) -> Eagle3Draft:
     """The draft as it was before training: initial weights under the same vocabulary."""
-    head = load_embedding_and_head(target.path)
     torch.manual_seed(config.train.seed)
     model = Eagle3Draft(draft.config)
     model.load_target(head)

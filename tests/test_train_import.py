@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny_target, tiny_config, write_conversations
 
+from specforge_trim import results
 from specforge_trim.cli import main, train_main
 from specforge_trim.config import Config
 from specforge_trim.draft_setup import draft_config
@@ -116,3 +117,22 @@ def test_a_run_that_hardly_learns_exports_the_draft_it_was_given(place, tmp_path
     assert kept < set(load_draft(place / "native").draft_to_target.tolist())
     card = (tmp_path / "a" / "README.md").read_text()
     assert "step: 1" in card and str(place / "target") in card
+
+
+@pytest.mark.parametrize("layout", ["native", "speculators", "specforge"])
+def test_a_folder_is_evaluated_with_the_targets_embedding(place, tmp_path, layout, monkeypatch):
+    """SpecForge's has none of its own; rows of chance would only look like a bad draft."""
+    drafts = []
+    real = results.evaluate
+    monkeypatch.setattr(results, "evaluate", lambda *a, **k: drafts.append(a[1]) or real(*a, **k))
+    data = write_conversations(tmp_path / "held.jsonl", 1)
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("{}")
+    flags = ["--target", str(place / "target"), "--draft", str(place / layout), "--eval-data",
+             str(data), "--output-dir", str(tmp_path / "run"), "--cache-dir", str(tmp_path / "c"),
+             "--eval-max-new-tokens", "6", "--device", "cpu"]  # fmt: skip
+    assert main(["evaluate", "--config", str(empty), *flags]) == 0
+    (draft,) = drafts
+    target = load_embedding_and_head(place / "target")
+    assert torch.equal(draft.embed_tokens.weight, target.embed)
+    assert load_draft(place / layout).lacks_embedding is (layout == "specforge")

@@ -192,6 +192,11 @@ class Eagle3Draft(nn.Module):
             )
         return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
 
+    @property
+    def lacks_embedding(self) -> bool:
+        """Whether the draft was read from a file without embed_tokens and has no rows yet."""
+        return bool(self.embed_tokens.weight[:1].isnan().all())
+
     def load_target(self, head: Any) -> None:
         """Take the target's embedding rows (`head.embed` [V, Dt]); they stay frozen."""
         self._copy_rows(self.embed_tokens.weight, head.embed, "embedding")

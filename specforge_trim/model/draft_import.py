@@ -37,8 +37,8 @@ def load_draft(
     """Read a draft in any of the formats of draft_formats.py.
 
     config: what to take the tensors for, instead of the folder's own config.json. `dtype` None
-    keeps the file's float format. A file without embed_tokens leaves it to
-    `Eagle3Draft.load_target`.
+    keeps the file's float format. A file without embed_tokens leaves its rows not a number, and
+    `Eagle3Draft.lacks_embedding` true until `load_target`.
 
     Raises ValueError naming the folder and the file, key or tensor that is missing, unknown or
     of another shape.
@@ -73,6 +73,8 @@ def load_draft(
     saved = next(v.dtype for k, v in tensors.items() if k not in MAPS)
     model.to(dtype or saved)
     model.load_state_dict(tensors, strict=False)
+    if EMBEDDING not in tensors:  # what is drafted without them would be noise, and look like it
+        model.embed_tokens.weight.fill_(torch.nan)
     model.set_vocab(tensors.get("d2t", model.d2t), tensors.get("t2d", model.t2d))
     return model.to(device)
 
