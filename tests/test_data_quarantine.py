@@ -3,6 +3,7 @@ stopped by bad rows that later good ones would have outweighed; shards of abando
 the disk, or a sweep that takes those of a run at work; two processes that write the same folder.
 """
 
+import gc
 import gzip
 import json
 import os
@@ -164,3 +165,19 @@ def test_two_processes_at_once_make_each_chunk_once(tmp_path):
     (folder,) = (p for p in (tmp_path / "cache" / "prepared").iterdir() if p.is_dir())
     found = {p.name: p.read_bytes() for p in folder.iterdir()}
     assert found == {p.name: p.read_bytes() for p in whole.folder.iterdir()}
+
+
+def test_what_the_collector_may_look_at_is_as_before(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{GOOD}\n{{\n")
+    assert gc.get_freeze_count() == 0
+    with pytest.raises(ValueError):
+        run(path, tmp_path, max_bad_fraction=0.0)
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        run(path, tmp_path, max_bad_fraction=0.5)
+        assert frozen and gc.get_freeze_count() >= frozen // 2  # some have died meanwhile
+    finally:
+        gc.unfreeze()
