@@ -14,7 +14,7 @@ from test_data_templates import EXPECTED, ROWS
 
 from specforge_trim.data.conversation import parse_row, read_conversations
 from specforge_trim.data.dataset import prepare
-from specforge_trim.data.rows import RowError, TextRow, TokenRow
+from specforge_trim.data.rows import Conversation, RowError, TextRow, TokenRow
 from specforge_trim.data.supervision import MaskOptions
 from specforge_trim.data.tokenize import ChatTokenizer, Document
 
@@ -305,15 +305,15 @@ def test_many_rows_at_once_are_what_each_is_alone(family):
     found = chats.documents(rows)
     assert any(isinstance(item, RowError) for item in found)
     assert sum(isinstance(item, Document) for item in found) >= 9
-    first = chats._render(rows[0])
+    first = chats.template.render(rows[0])
     assert None not in chats._masked_together([first] * 2, [chats._ids(first.text)] * 2)
     for row, item in zip(rows, found, strict=True):
         (alone,) = chats.documents([row])
         if isinstance(item, RowError):
             assert (item.reason, item.detail) == (alone.reason, alone.detail)
             continue
-        if not isinstance(row, TokenRow):  # and the slow way
-            text = chats._render(row)
+        if isinstance(row, Conversation):  # and the slow way
+            text = chats.template.render(row)
             slow = chats._masked(text, chats._ids(text.text), source=row.source)
             assert slow.doc_id == item.doc_id
         assert (item.doc_id, item.source) == (alone.doc_id, row.source)

@@ -56,17 +56,23 @@ class ChatTokenizer:
 
     def documents(self, rows: Sequence[Row]) -> list[Document | RowError]:
         """Tokenise many rows: for each its document, or why it is refused."""
-        found: list[Document | RowError | Rendered] = []
-        for row in rows:
+        found: list = [None] * len(rows)
+        chats = [i for i, row in enumerate(rows) if isinstance(row, Conversation)]
+        for i, made in zip(chats, self._rendered([rows[i] for i in chats]), strict=True):
+            found[i] = made
+        for i, row in enumerate(rows):
             try:
-                found.append(self._given(row) if isinstance(row, TokenRow) else self._render(row))
+                if isinstance(row, TokenRow):
+                    found[i] = self._given(row)
+                elif isinstance(row, TextRow):
+                    found[i] = _encodable(self.template.locate(row))
             except RowError as error:
-                found.append(error)
-        rendered = [i for i, item in enumerate(found) if isinstance(item, Rendered)]
-        items = [found[i] for i in rendered]
+                found[i] = error
+        texts = [i for i, item in enumerate(found) if isinstance(item, Rendered)]
+        items = [found[i] for i in texts]
         encoded = self._all_ids([item.text for item in items])
-        sources = [rows[i].source for i in rendered]
-        for i, made in zip(rendered, self._all_masked(items, encoded, sources), strict=True):
+        sources = [rows[i].source for i in texts]
+        for i, made in zip(texts, self._all_masked(items, encoded, sources), strict=True):
             found[i] = made
         return found
 
@@ -77,15 +83,14 @@ class ChatTokenizer:
             raise found
         return found
 
-    def _render(self, row: Conversation | TextRow) -> Rendered:
-        rendered = (
-            self.template.locate(row) if isinstance(row, TextRow) else self.template.render(row)
-        )
-        try:
-            rendered.text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RowError("text has a lone surrogate", f"character {error.start}") from None
-        return rendered
+    def _rendered(self, rows: Sequence[Conversation]) -> list[Rendered | RowError]:
+        found = self.template.render_all(rows)
+        for i, item in enumerate(found):
+            try:
+                found[i] = item if isinstance(item, RowError) else _encodable(item)
+            except RowError as error:
+                found[i] = error
+        return found
 
     def _all_masked(
         self, rendered: list[Rendered], encoded: list[list[int]], sources: list[str]
@@ -218,6 +223,14 @@ def make_document(input_ids: np.ndarray, loss_mask: np.ndarray, *, source: str) 
     digest.update(loss_mask.tobytes())
     tensors = torch.from_numpy(input_ids), torch.from_numpy(loss_mask)
     return Document(*tensors, source, digest.hexdigest())
+
+
+def _encodable(rendered: Rendered) -> Rendered:
+    try:
+        rendered.text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RowError("text has a lone surrogate", f"character {error.start}") from None
+    return rendered
 
 
 def _byte_edges(rendered: Rendered, raw: bytes) -> np.ndarray:
