@@ -266,11 +266,12 @@ def inspect_command(argv: Sequence[str]) -> None:
 
 
 def export_command(argv: Sequence[str]) -> None:
-    """Writes the newest checkpoint as a serving folder."""
+    """Writes a checkpoint as a serving folder."""
     parser = _parser(
         "export",
-        "Writes the newest checkpoint of a run as safetensors and config.json that SGLang, vLLM\n"
-        "and TensorRT-LLM load, with a model card, and checks that equal logits are read back.",
+        "Writes a checkpoint of a run, newest or best, as safetensors and config.json that\n"
+        "SGLang, vLLM and TensorRT-LLM load, with a model card, and checks that equal logits are\n"
+        "read back.",
         "specforge-trim export --config examples/quickstart.yaml --out drafts/smollm2",
         ("model", "data", "train"),
     )
@@ -302,6 +303,30 @@ def evaluate_command(argv: Sequence[str]) -> None:
     print(results.evaluate_drafts(config, target, world, draft_dir=draft).format())
 
 
+def plot_command(argv: Sequence[str]) -> None:
+    """Draws the curves of training runs as a PNG."""
+    parser = Parser(
+        prog="specforge-trim plot",
+        description="Draws loss, accuracy, acceptance length, rate, speed, kept work and what\n"
+        "was measured on held-out data, from metrics.jsonl of one run, or of several to compare.\n"
+        "Needs matplotlib (the extra 'plot').\n\n"
+        "example:\n  specforge-trim plot runs/draft runs/wider --out curves.png",
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="output folders of runs")
+    parser.add_argument(
+        "--out", metavar="FILE", help="PNG to write (default: curves.png in the first run)"
+    )
+    arguments = parser.parse_args(argv)
+    from specforge_trim.curves import draw_curves, read_run
+
+    first = Path(arguments.runs[0])
+    out = arguments.out or (first if first.is_dir() else first.parent) / "curves.png"
+    names = [Path(run).resolve().name for run in arguments.runs]
+    names = names if len(set(names)) == len(names) else arguments.runs
+    print(draw_curves(dict(zip(names, map(read_run, arguments.runs), strict=True)), out))
+
+
 COMMANDS: dict[str, Command] = {
     "prepare": prepare_command,
     "regenerate": regenerate_command,
@@ -311,6 +336,7 @@ COMMANDS: dict[str, Command] = {
     "make-config": draft_commands.make_config_command,
     "export": export_command,
     "evaluate": evaluate_command,
+    "plot": plot_command,
 }
 
 

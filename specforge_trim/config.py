@@ -17,10 +17,11 @@ from specforge_trim.config_checks import check_pairs, check_world, sequence_degr
 from specforge_trim.config_sections import (
     AttentionConfig,
     DataConfig,
-    EvaluateConfig,
+    DraftEvaluateConfig,
     LossConfig,
     ModelConfig,
     ParallelConfig,
+    TrackConfig,
     TrainConfig,
     TrimConfig,
 )
@@ -45,6 +46,7 @@ _PATHS = (
     "cache_dir",
     "output_dir",
     "eval_data",
+    "eval_features",
 )
 
 
@@ -59,7 +61,8 @@ class Config:
     attention: AttentionConfig = section(AttentionConfig)
     parallel: ParallelConfig = section(ParallelConfig)
     train: TrainConfig = section(TrainConfig)
-    evaluate: EvaluateConfig = section(EvaluateConfig)
+    track: TrackConfig = section(TrackConfig)
+    evaluate: DraftEvaluateConfig = section(DraftEvaluateConfig)
 
     def __post_init__(self) -> None:
         options.check_limits(self)

@@ -34,6 +34,8 @@ def check_pairs(config: Any) -> None:
             f"attention_backend = {attention.attention_backend!r}: it is what usp runs in a rank"
         )
     _check_sequence(config)
+    _check_evaluation(config)
+    _check_trackers(config)
     if "fa" in (attention.attention_backend, attention.local_attention):
         if importlib.util.find_spec("flash_attn") is None:
             raise ConfigError(
@@ -128,6 +130,40 @@ def _check_features(config: Any) -> None:
         raise ConfigError(
             "online needs the whole target on every rank, target_tensor_parallel splits it: "
             "capture features first (drop --online), or drop --target-tensor-parallel"
+        )
+
+
+def _check_trackers(config: Any) -> None:
+    """The packages of the trackers that are named."""
+    for name in config.track.trackers:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"trackers = {name!r} needs the package {name}, which is not installed: "
+                "pip install 'specforge_trim[track]', or drop it (metrics.jsonl is always written)"
+            )
+
+
+def _check_evaluation(config: Any) -> None:
+    """What training measures needs data to measure on, and decoding the target itself."""
+    evaluate = config.evaluate
+    if evaluate.eval_every and not (evaluate.eval_data or evaluate.eval_features):
+        raise ConfigError(
+            f"eval_every = {evaluate.eval_every} has nothing to measure on: name held-out "
+            "conversations with --eval-data or captured features with --eval-features"
+        )
+    if evaluate.eval_features is not None and not evaluate.eval_every:
+        raise ConfigError(
+            "eval_features has no effect without eval_every: add --eval-every STEPS or drop it"
+        )
+    if evaluate.decode_every and not evaluate.eval_data:
+        raise ConfigError(
+            f"decode_every = {evaluate.decode_every} has no prompts to decode: name conversations "
+            "with --eval-data"
+        )
+    if evaluate.decode_every and config.model.target_tensor_parallel:
+        raise ConfigError(
+            "decode_every needs the whole target on every rank, target_tensor_parallel splits it: "
+            "drop one of the two (eval_every measures without the target)"
         )
 
 

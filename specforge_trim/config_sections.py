@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specforge_trim.loss_terms import TERMS
-from specforge_trim.options import option
+from specforge_trim.options import ConfigError, option
 
 DTYPES = ("float32", "bfloat16")
 
@@ -295,6 +295,12 @@ class TrainConfig:
     )
     accumulate: int = option(1, "micro-batches per rank and optimizer step", at_least=1)
     learning_rate: float = option(1e-4, "peak learning rate of AdamW", above=0.0)
+    lr_schedule: str = option(
+        "cosine",
+        "what the rate does after its warm-up: fall to min_lr_ratio along a cosine, or stay at "
+        "the peak (constant), which leaves open how long a run will be",
+        choices=("cosine", "constant"),
+    )
     warmup_ratio: float = option(
         0.02, "share of all steps (0 to 1) over which the rate rises", at_least=0.0, at_most=1.0
     )
@@ -325,6 +331,41 @@ class TrainConfig:
     resume: bool = option(True, "continue from the newest complete checkpoint in output_dir")
     log_every: int = option(1, "optimizer steps between lines of metrics.jsonl", at_least=1)
 
+    def __post_init__(self) -> None:
+        if self.lr_schedule == "constant" and self.min_lr_ratio:
+            raise ConfigError(
+                f"min_lr_ratio = {self.min_lr_ratio} is where a cosine ends and lr_schedule = "
+                "'constant' has none: drop --min-lr-ratio or use --lr-schedule cosine"
+            )
+
+
+@dataclass(frozen=True)
+class TrackConfig:
+    """Where metrics go beside output_dir/metrics.jsonl, and a profile."""
+
+    trackers: tuple[str, ...] = option(
+        (),
+        "services that get every row of metrics.jsonl too (the extra 'track'); tensorboard writes "
+        "to output_dir/tensorboard",
+        choices=("tensorboard", "wandb"),
+    )
+    run_name: str | None = option(
+        None, "the run's name in Weights & Biases; none = the last part of output_dir"
+    )
+    wandb_project: str = option("specforge_trim", "project of Weights & Biases that runs go to")
+    wandb_mode: str = option(
+        "online",
+        "online sends metrics as they come; offline keeps them in output_dir/wandb for "
+        "`wandb sync`",
+        choices=("online", "offline"),
+    )
+    profile: int = option(
+        0,
+        "write a torch profiler trace of this many steps, after 2 to warm up, to "
+        "output_dir/profile (one file a rank, for chrome://tracing or Perfetto); 0 = none",
+        at_least=0,
+    )
+
 
 @dataclass(frozen=True)
 class EvaluateConfig:
@@ -336,3 +377,33 @@ class EvaluateConfig:
     eval_prompts: int = option(8, "prompts decoded per set", at_least=1)
     eval_depth: int = option(5, "tokens drafted per round of decoding", at_least=1)
     eval_max_new_tokens: int = option(64, "tokens decoded per prompt", at_least=1)
+
+
+@dataclass(frozen=True)
+class DraftEvaluateConfig(EvaluateConfig):
+    """Speculative decoding of held-out prompts, and what is measured while training."""
+
+    eval_every: int = option(
+        0,
+        "while training, steps between measurements of loss, accuracy and acceptance on eval_data "
+        "(its features are captured first); logged as eval/..., at the last step too; 0 = never",
+        at_least=0,
+    )
+    eval_features: str | None = option(
+        None,
+        "folder of held-out features another trainer captured, which eval_every measures instead "
+        "of eval_data",
+    )
+    decode_every: int = option(
+        0,
+        "while training, steps between real decodings of eval_data's prompts, logged as "
+        "decode/...; the target stays loaded beside the draft on every rank, and the checkpoint "
+        "that decodes best is kept; 0 = never",
+        at_least=0,
+    )
+    eval_temperature: float = option(
+        1.0,
+        "temperature of the sampled decoding that decode_every does beside the greedy one; "
+        "0 = greedy only",
+        at_least=0.0,
+    )

@@ -1,4 +1,4 @@
-"""Greedy speculative decoding with a draft, and what it measures.
+"""Speculative decoding with a draft, greedy or sampled, and what it measures.
 
 A round: the draft proposes a chain of `depth` tokens, the target reads them in one verification
 pass, the longest prefix that equals the target's own greedy choices is accepted, and the target's
@@ -24,6 +24,7 @@ from tqdm import tqdm
 from .decode_report import ArmReport, EvalReport, SetReport
 from .model.cached_draft import CachedDraft
 from .model.draft import Eagle3Draft
+from .sampled_decode import SamplingDraft, SamplingVerifier, draw, probabilities
 from .target.aux_layers import resolve_aux_layers
 from .target.cached import CachedTarget
 from .target.hf import HFTarget
@@ -174,16 +175,12 @@ class Prompt:
 
     def __init__(self, target: HFTarget, prompt_ids: Tensor, *, max_new_tokens: int) -> None:
         self.ids = torch.as_tensor(prompt_ids, dtype=torch.int64).flatten()
-        limit = target.config.max_position_embeddings
-        if not 0 < len(self.ids) <= limit - max_new_tokens:
-            raise ValueError(
-                f"a prompt of {len(self.ids)} tokens and max_new_tokens={max_new_tokens}; "
-                f"expected at least one token, and both within the target's {limit} positions"
-            )
+        check_prompt(target, self.ids, max_new_tokens)
         self.target = CachedTarget(target.model, target.aux_layers)
         result = self.target.advance(self.ids, keep=1)
         self.aux = result.aux
         self.first_token, self.first_gap = result.choices[0], result.gaps[0]
+        self.first_logits = result.logits[0]
         self._limits: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
             "eos_ids": frozenset(target.eos_token_ids),
@@ -203,10 +200,27 @@ class Prompt:
             verifier: Verifier = LiveVerifier(self.target)
         else:
             verifier = RecordedVerifier(recording)
-        cached = CachedDraft(draft)
-        following = torch.cat((self.ids[1:], torch.tensor([self.first_token])))
-        cached.extend(self.aux, following)
+        cached = self._drafted(draft, self.first_token)
         return decode_rounds(verifier, cached, self.first_token, depth=depth, **self._limits)
+
+    def sample(
+        self, draft: Eagle3Draft, *, depth: int, temperature: float, generator: torch.Generator
+    ) -> Decoded:
+        """Decode with sampled drafts and sampled verification; every pass is live.
+
+        The answer is one draw of the target's own distribution at this temperature.
+        """
+        self.target.rewind(len(self.ids))
+        first = draw(probabilities(self.first_logits, temperature), generator)
+        drafted = SamplingDraft(self._drafted(draft, first), temperature, generator)
+        verifier = SamplingVerifier(self.target, drafted)
+        return decode_rounds(verifier, drafted, first, depth=depth, **self._limits)
+
+    def _drafted(self, draft: Eagle3Draft, first_token: int) -> CachedDraft:
+        """A draft that stands at the end of the prompt."""
+        cached = CachedDraft(draft)
+        cached.extend(self.aux, torch.cat((self.ids[1:], torch.tensor([first_token]))))
+        return cached
 
 
 def speculate(
@@ -225,6 +239,16 @@ def speculate(
     check_pair(target, draft)
     prompt = Prompt(target, prompt_ids, max_new_tokens=max_new_tokens)
     return prompt.speculate(draft, depth=depth)
+
+
+def check_prompt(target: HFTarget, ids: Tensor, max_new_tokens: int) -> None:
+    """Raise ValueError unless a prompt and its answer fit the target's positions."""
+    limit = target.config.max_position_embeddings
+    if not 0 < len(ids) <= limit - max_new_tokens:
+        raise ValueError(
+            f"a prompt of {len(ids)} tokens and max_new_tokens={max_new_tokens}; "
+            f"expected at least one token, and both within the target's {limit} positions"
+        )
 
 
 def check_pair(target: HFTarget, draft: Eagle3Draft) -> None:

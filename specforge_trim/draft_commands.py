@@ -22,6 +22,11 @@ def add_export_flags(parser: argparse.ArgumentParser) -> None:
         "--out", metavar="DIR", help="folder to write (default: output_dir/export)"
     )
     parser.add_argument(
+        "--checkpoint", default="newest", metavar="WHICH",
+        help="newest; best = the one that decoded best while training (needs --decode-every or "
+        "--eval-every then); or a step that is on disk (default: newest)",
+    )  # fmt: skip
+    parser.add_argument(
         "--layout", choices=LAYOUTS, default="native",
         help="native = what SGLang, vLLM and TensorRT-LLM share; speculators = its own layout, "
         "which vLLM serves too (default: native)",
@@ -38,7 +43,7 @@ def add_export_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def export(arguments: argparse.Namespace, config: Config, world: World) -> Path:
-    """Writes the newest checkpoint as the flags ask; the folder."""
+    """Writes a checkpoint as the flags ask; the folder."""
     import torch
 
     from specforge_trim import pipeline, results
@@ -58,6 +63,7 @@ def export(arguments: argparse.Namespace, config: Config, world: World) -> Path:
         layout=arguments.layout,
         dtype=None if name is None else getattr(torch, name),
         prune_counts=counts,
+        which=arguments.checkpoint,
     )
 
 

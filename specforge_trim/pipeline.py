@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from specforge_trim.config import Config, ConfigError
 from specforge_trim.config_checks import check_draft, naming_folders, sequence_degrees
 from specforge_trim.data.dataset import PreparedData, prepare
@@ -28,11 +30,14 @@ from specforge_trim.data.inspect import show_sample
 from specforge_trim.data.peer_formats.folder import PeerData
 from specforge_trim.data.sources import Source, document_weights, parse_source
 from specforge_trim.data.supervision import MaskOptions
+from specforge_trim.decode import last_prompt
 from specforge_trim.distributed import World
 from specforge_trim.draft_setup import draft_config
 from specforge_trim.feature_sources import (
+    OnlineDocuments,
     Target,
     TrainingDocuments,
+    load_target,
     make_features,
     online_documents,
     open_peer_data,
@@ -42,11 +47,13 @@ from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.provenance import provenance
 from specforge_trim.target.aux_layers import resolve_aux_layers
 from specforge_trim.target.embedded import resolve_target
-from specforge_trim.target.hf import target_fingerprint
+from specforge_trim.target.hf import HFTarget, target_fingerprint
 from specforge_trim.target.hub import check_hub
+from specforge_trim.train.evaluation import HeldOut
 from specforge_trim.train.loader import Documents
 from specforge_trim.train.loop import TrainSummary, train
 from specforge_trim.train.run_lock import only_run
+from specforge_trim.training_decoding import PromptDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -203,10 +210,79 @@ def train_draft(config: Config, world: World) -> TrainSummary:
             documents=documents,
             lengths=[int(length) for length in data.lengths],
             weights=_weights(config, data),
+            held_out=held_out(config, target, documents, model, world),
             world=world,
             identity=run_identity(config, target, data, model, world),
             provenance=provenance(config),
         )
+
+
+def held_out_prompts(config: Config, target: Target, world: World) -> dict[str, list[Tensor]]:
+    """Prompts of each eval_data file: the tokens before the last answer, eval_prompts of each."""
+    if not config.evaluate.eval_data:
+        raise ConfigError(
+            "eval_data names no file: pass --eval-data FILE or set evaluate.eval_data"
+        )
+    sets = {}
+    for path in config.evaluate.eval_data:
+        data = prepare_data(config, target, world, paths=[path])
+        count = min(config.evaluate.eval_prompts, len(data))
+        documents = [data[i] for i in range(count)]
+        sets[Path(path).stem] = [last_prompt(d.input_ids, d.loss_mask) for d in documents]
+    return sets
+
+
+def held_out(
+    config: Config, target: Target, training: Documents, model: Eagle3Draft, world: World
+) -> HeldOut:
+    """What training measures: held-out documents with their features, and a decoder.
+
+    training: the training documents; an online run lends its target.
+    Raises ConfigError when decode_every asks for a target that cannot be loaded.
+    """
+    found = HeldOut()
+    if config.evaluate.eval_every:
+        data, documents = _eval_documents(config, target, training, world)
+        lengths = [int(length) for length in data.lengths]
+        found = HeldOut(documents, lengths)
+    if config.evaluate.decode_every:
+        prompts = held_out_prompts(config, target, world)
+        if isinstance(training, OnlineDocuments):
+            loaded = training.target
+        else:
+            loaded = world.together(lambda: _decoding_target(config, target, world))
+        decoder = world.together(
+            lambda: PromptDecoder(config, loaded, prompts, draft=model, world=world)
+        )
+        found = dataclasses.replace(found, decoder=decoder)
+    return found
+
+
+def _decoding_target(config: Config, target: Target, world: World) -> HFTarget:
+    try:
+        return load_target(config, target, world)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"decode_every = {config.evaluate.decode_every} decodes with the target itself, and "
+            f"{target.path} cannot be loaded: {str(error).splitlines()[0]}; with --decode-every 0 "
+            "the target's features are enough (--eval-every measures on them)"
+        ) from error
+
+
+def _eval_documents(
+    config: Config, target: Target, training: Documents, world: World
+) -> tuple[PreparedData | PeerData, Documents]:
+    """Held-out documents with features: another trainer's, online ones, or captured ones."""
+    if config.evaluate.eval_features is not None:
+        features = dataclasses.replace(
+            config.data, train_features=config.evaluate.eval_features, train_data=()
+        )
+        peer = open_peer_data(dataclasses.replace(config, data=features), target, world)
+        return peer, peer
+    data = prepare_data(config, target, world, paths=config.evaluate.eval_data)
+    if isinstance(training, OnlineDocuments):
+        return data, dataclasses.replace(training, data=data)
+    return data, TrainingDocuments(data, make_features(config, target, data, world))
 
 
 def _data_ranks(config: Config, world: World) -> int:

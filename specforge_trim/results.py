@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specforge_trim.config import Config, ConfigError
-from specforge_trim.decode import evaluate, last_prompt
+from specforge_trim.config import Config
+from specforge_trim.decode import evaluate
 from specforge_trim.decode_report import EvalReport
 from specforge_trim.distributed import World
 from specforge_trim.export import export_draft, load_draft
@@ -18,7 +18,7 @@ from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.model.draft_config import DraftConfig
 from specforge_trim.model.prune import prune_vocab
 from specforge_trim.model_card import update_acceptance
-from specforge_trim.pipeline import Target, prepare_data
+from specforge_trim.pipeline import Target, held_out_prompts
 from specforge_trim.target.hf import (
     HFTarget,
     TargetHead,
@@ -28,14 +28,11 @@ from specforge_trim.target.hf import (
 from specforge_trim.train import checkpoint as checkpoints
 
 
-def load_trained(config: Config, target: Target) -> tuple[Eagle3Draft, checkpoints.Checkpoint]:
-    """The draft of the newest complete checkpoint in output_dir, fp32 on the CPU."""
-    found = checkpoints.newest(config.output_dir / "checkpoints")
-    if found is None:
-        raise ValueError(
-            f"no complete checkpoint in {config.output_dir / 'checkpoints'}: train first, or name "
-            "the run with --output-dir"
-        )
+def load_trained(
+    config: Config, target: Target, which: str = "newest"
+) -> tuple[Eagle3Draft, checkpoints.Checkpoint]:
+    """The draft of a checkpoint in output_dir (newest, best, or a step), fp32 on the CPU."""
+    found = _checkpoint(config, which)
     identity = found.meta["identity"]
     saved = {k.removeprefix("draft."): v for k, v in identity.items() if k.startswith("draft.")}
     saved["aux_layers"] = saved["aux_layers"] and tuple(saved["aux_layers"])
@@ -50,6 +47,32 @@ def load_trained(config: Config, target: Target) -> tuple[Eagle3Draft, checkpoin
     return model, found
 
 
+def _checkpoint(config: Config, which: str) -> checkpoints.Checkpoint:
+    """The checkpoint that `which` names: newest, best, or a step.  Raises ValueError."""
+    root = config.output_dir / "checkpoints"
+    if which == "newest":
+        found = checkpoints.newest(root)
+        if found is None:
+            raise ValueError(
+                f"no complete checkpoint in {root}: train first, or name the run with --output-dir"
+            )
+        return found
+    if which == "best":
+        marked = checkpoints.best(root)
+        if marked is None:
+            raise ValueError(
+                f"no checkpoint in {root} was measured: train with --eval-every or "
+                "--decode-every, or take the newest one"
+            )
+        return marked[0]
+    complete = checkpoints.list_complete(root)
+    for checkpoint in complete:
+        if str(checkpoint.step) == which:
+            return checkpoint
+    known = ", ".join(str(checkpoint.step) for checkpoint in complete) or "none"
+    raise ValueError(f"no checkpoint {which!r} in {root}: there are newest, best, steps {known}")
+
+
 def export_trained(
     config: Config,
     target: Target,
@@ -58,12 +81,14 @@ def export_trained(
     layout: str = "native",
     dtype: torch.dtype | None = None,
     prune_counts: tuple[Tensor, int] | None = None,
+    which: str = "newest",
 ) -> Path:
-    """Writes the newest checkpoint as a serving folder, by default output_dir/export.
+    """Writes a checkpoint as a serving folder, by default output_dir/export.
 
+    which: newest, best, or a step.
     prune_counts: token counts [V] and the size of the draft vocabulary to keep.
     """
-    model, found = load_trained(config, target)
+    model, found = load_trained(config, target, which)
     if prune_counts is not None:
         model = prune_vocab(model, prune_counts[0], size=prune_counts[1])
     training = {"step": found.step, "identity": found.meta["identity"]}
@@ -77,21 +102,6 @@ def export_trained(
         dtype=dtype,
         target_name=config.model.target,
     )
-
-
-def held_out_prompts(config: Config, target: Target, world: World) -> dict[str, list[Tensor]]:
-    """Prompts of each eval_data file: the tokens before the last answer, eval_prompts of each."""
-    if not config.evaluate.eval_data:
-        raise ConfigError(
-            "eval_data names no file: pass --eval-data FILE or set evaluate.eval_data"
-        )
-    sets = {}
-    for path in config.evaluate.eval_data:
-        data = prepare_data(config, target, world, paths=[path])
-        count = min(config.evaluate.eval_prompts, len(data))
-        documents = [data[i] for i in range(count)]
-        sets[Path(path).stem] = [last_prompt(d.input_ids, d.loss_mask) for d in documents]
-    return sets
 
 
 def evaluate_drafts(

@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "options": set(),
     "loss_terms": set(),
     "summary": set(),
+    "curves": set(),
     "config": {"options", "loss_terms", "config_checks", "config_sections"},
     "config_sections": {"options", "loss_terms"},
     "lm_config": {"options", "loss_terms", "config_sections"},
@@ -41,16 +42,19 @@ MAY_IMPORT = {
     "model_card": {"model"},
     "export": SIDE | {"attention", "model", "objective", "data", "target", "model_card"},
     "decode_report": {"summary"},
-    "decode": SIDE | {"decode_report", "attention", "model", "data", "target", "export"},
+    "sampled_decode": {"model", "target"},
+    "decode": SIDE
+    | {"decode_report", "sampled_decode", "attention", "model", "data", "target", "export"},
 }
 # Entry points: they may import everything, and nothing imports them.
 ENTRY_POINTS = {
     "cli", "draft_commands", "draft_setup", "dry_run", "running", "quickstart", "feature_sources",
     "first_draft", "pipeline", "regeneration", "reports", "results", "lm_cli", "lm_evaluate",
-    "lm_pipeline", "__main__",
+    "lm_pipeline", "training_decoding", "__main__",
 }  # fmt: skip
 OPTIONAL = {
-    "flash_attn", "yunchang", "triton", "wandb", "tensorboard", "gguf", "accelerate", "pyarrow"
+    "flash_attn", "yunchang", "triton", "wandb", "tensorboard", "gguf", "accelerate", "pyarrow",
+    "matplotlib",
 }  # fmt: skip
 
 

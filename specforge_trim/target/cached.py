@@ -19,12 +19,14 @@ class TargetPass:
 
     choices: greedy next tokens after the last `keep` of the R tokens, int64 [keep];
     gaps: by how much the best logit leads the second best, fp32 [keep];
-    aux: aux states of all R tokens, [R, A*Dt].
+    aux: aux states of all R tokens, [R, A*Dt];
+    logits: what choices were made from, fp32 [keep, V].
     """
 
     choices: tuple[int, ...]
     gaps: tuple[float, ...]
     aux: Tensor
+    logits: Tensor
 
 
 class CachedTarget:
@@ -76,6 +78,7 @@ class CachedTarget:
             choices=tuple(logits_KV.argmax(-1).tolist()),
             gaps=tuple((best[:, 0] - best[:, 1]).tolist()),
             aux=torch.cat([states[k] for k in self.aux_layers], dim=-1),
+            logits=logits_KV,
         )
 
     def rewind(self, length: int) -> None:

@@ -118,6 +118,11 @@ class Keeper:
         )
         self._saved = step
 
+    def best(self) -> Mapping[str, Any]:
+        """What the best checkpoint on disk was chosen by; {} without one."""
+        found = self._world.together(lambda: checkpoints.best(self._root))
+        return {} if found is None else found[1]
+
     def mark_best(self, step: int, measured: Mapping[str, Any]) -> None:
         """Spares the checkpoint of `step`, which is on disk, from rotation; rank 0 acts.
 

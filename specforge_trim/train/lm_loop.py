@@ -191,6 +191,7 @@ class _Run:
             peak=options.learning_rate,
             warmup_ratio=options.warmup_ratio,
             min_ratio=options.min_lr_ratio,
+            schedule=options.lr_schedule,
         )
 
     def _update(self, step: int, batches: Sequence[LmBatch]) -> float | None:

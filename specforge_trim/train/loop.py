@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -25,6 +25,7 @@ from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.objective.teacher import Teacher
 from specforge_trim.parallel.layout import Layout
 from specforge_trim.train.batch import Batch
+from specforge_trim.train.evaluation import Best, Evaluation, HeldOut
 from specforge_trim.train.gradients import make_reducer
 from specforge_trim.train.guards import (
     all_finite,
@@ -42,13 +43,15 @@ from specforge_trim.train.optimizer import (
     learning_rate,
     set_learning_rate,
 )
+from specforge_trim.train.profiling import Profiler, profiled
 from specforge_trim.train.sampler import Schedule
 from specforge_trim.train.settings import plan_settings, sequence_layout, step_settings
 from specforge_trim.train.stages import StepResult, ttt_step
 from specforge_trim.train.stopping import Steps, stopped_by
-from specforge_trim.train.trackers import JsonLines, Progress
+from specforge_trim.train.trackers import Progress, open_trackers
 
 logger = logging.getLogger(__name__)
+NOTHING = HeldOut()  # is measured while training
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ def train(
     documents: Documents,
     lengths: Sequence[int],
     weights: Sequence[float] | None = None,
+    held_out: HeldOut = NOTHING,
     world: World,
     identity: Mapping[str, Any],
     provenance: Mapping[str, Any],
@@ -82,6 +86,7 @@ def train(
     Args:
         model: the same weights on every rank; teacher: in the computation's dtype; both on device.
         documents, lengths, weights: each document's features, tokens, turns per epoch (None = 1).
+        held_out: what is measured while training, and how prompts are decoded.
         identity: settings that a resumed run must share; provenance: kept beside each checkpoint.
     Raises ValueError (another run's checkpoint, too many values not finite, much bad data),
     OSError (a full disk, a dead loader process), PeerLost, or, after SIGTERM or SIGINT, Stopped.
@@ -100,6 +105,15 @@ def train(
         optimizer=optimizer,
         left_out=_LeftOut(len(lengths), config.data.max_bad_fraction),
         keep=Keeper(config, model, optimizer, world, schedule, about),
+        evaluation=Evaluation(
+            config,
+            held_out,
+            model=model,
+            teacher=teacher,
+            layout=layout,
+            world=world,
+            whole=gradients.whole,
+        ),
     )
     return run.to_the_end(run.keep.resume())
 
@@ -116,6 +130,7 @@ class _Run:
     optimizer: torch.optim.Optimizer
     left_out: _LeftOut
     keep: Keeper
+    evaluation: Evaluation
 
     def to_the_end(self, done: int) -> TrainSummary:
         """Every optimizer step after the first `done`."""
@@ -125,10 +140,17 @@ class _Run:
             return TrainSummary(done, keep.skipped, keep.non_finite, None)
         clock = Throughput(self.world)
         row: dict[str, Any] | None = None
-        log = self._log(done)
+        best = Best(self.evaluation.best_by, keep.best())
         progress = closing(Progress(total=total, done=done, show=self.world.is_main))
+        trackers = closing(open_trackers(self.config, done=done, world=self.world))
         loading = closing(self.loader.steps(done))
-        with Steps(done, self.world) as steps, loading as made_ahead, progress as bar:
+        with (
+            Steps(done, self.world) as steps,
+            loading as made_ahead,
+            progress as bar,
+            trackers as log,
+            self._profiler() as profiler,
+        ):
             for step, batches in steps.until_stopped(clock.waiting(made_ahead)):
                 counts = self._count(step, batches)
                 clock.add(counts)
@@ -139,20 +161,28 @@ class _Run:
                     self._update(step)
                 else:
                     counts = self._leave_out(step, counts)
-                if step % options.log_every == 0 or step == total:
+                measures = self.evaluation.is_due(step, total)
+                if step % options.log_every == 0 or step == total or measures:
                     row = self._row(step, results, norm, counts) | clock.read()
+                    if measures:
+                        row |= self.evaluation.measure(step, total)
+                        clock.leave_out()
                     log.write(row)
                 bar.update(row)
-                if step == total or (options.save_every and step % options.save_every == 0):
+                is_best = measures and best.improves(row)
+                if step == total or is_best or _divides(options.save_every, step):
                     keep.save(step)
+                if is_best:
+                    keep.mark_best(step, best.measured())
+                profiler.step()
             if steps.stopped:
                 keep.save(steps.done)
                 raise stopped_by(steps.stopped, steps.done)
         return TrainSummary(total, keep.skipped, keep.non_finite, row)
 
-    def _log(self, done: int) -> JsonLines:
-        path = self.config.output_dir / "metrics.jsonl"
-        return JsonLines(path, resume_step=done, write=self.world.is_main)
+    def _profiler(self) -> AbstractContextManager[Profiler]:
+        folder = self.config.output_dir / "profile"
+        return profiled(self.config.track.profile, folder, rank=self.world.rank)
 
     def _count(self, step: int, batches: Sequence[Batch]) -> StepCounts:
         """What the step covers, over all ranks; stops at too many damaged documents."""
@@ -169,6 +199,7 @@ class _Run:
             peak=options.learning_rate,
             warmup_ratio=options.warmup_ratio,
             min_ratio=options.min_lr_ratio,
+            schedule=options.lr_schedule,
         )
 
     def _update(self, step: int) -> None:
@@ -200,6 +231,10 @@ class _Run:
             "non_finite_steps": self.keep.non_finite,
             "skipped_documents": self.left_out.total,
         }
+
+
+def _divides(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _schedule(
@@ -269,10 +304,14 @@ class _Gradients:
         self._reducer.finish()
         return results, float(clip_gradients(self._model, self._config.train.max_grad_norm))
 
+    def whole(self) -> AbstractContextManager[None]:
+        """Whole weights outside of a step; collective."""
+        return self._reducer.whole()
+
     def name_non_finite(self, step: int, loader: BatchLoader, counts: StepCounts) -> None:
         """Logs whose loss or gradient it was; the model's gradients are zero afterwards."""
         clear_gradients(self._model)
-        with self._reducer.whole():
+        with self.whole():
             name_documents(
                 step,
                 loader.documents(),

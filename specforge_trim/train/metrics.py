@@ -133,6 +133,10 @@ class Throughput:
         self._flops += counts.kept_flops
         self._steps += 1
 
+    def leave_out(self) -> None:
+        """What passed since the last reading is no training, and is not counted as such."""
+        self._since = time.perf_counter()
+
     def waiting(self, batches: Iterable[_Item]) -> Iterator[_Item]:
         """The same items; the time spent waiting for each is counted, and memory watched."""
         iterator = iter(batches)

@@ -1,4 +1,4 @@
-"""AdamW on fp32 master weights, warm-up + cosine, gradient clipping.
+"""AdamW on fp32 master weights, warm-up, then constant or cosine, gradient clipping.
 
 The model's parameters ARE the fp32 masters: lower precision is a matter of the computation
 (train/stages.py), never of what the optimizer holds.  The learning rate is a function of the
@@ -15,17 +15,27 @@ from torch.distributed.tensor import DTensor
 
 
 def learning_rate(
-    step: int, *, total_steps: int, peak: float, warmup_ratio: float, min_ratio: float
+    step: int,
+    *,
+    total_steps: int,
+    peak: float,
+    warmup_ratio: float,
+    min_ratio: float,
+    schedule: str = "cosine",
 ) -> float:
     """Rate of optimizer step `step` (0-based) out of total_steps.
 
     With w = ceil(warmup_ratio * total_steps):
         step < w   peak * (step + 1) / w
-        else       peak * (m + (1 - m) * (1 + cos(pi * x)) / 2),  x = (step - w) / (total - w)
+        constant   peak
+        cosine     peak * (m + (1 - m) * (1 + cos(pi * x)) / 2),  x = (step - w) / (total - w)
     """
     warmup = math.ceil(warmup_ratio * total_steps)
     if step < warmup:
         return peak * (step + 1) / warmup
+    if schedule == "constant":
+        return peak
+    assert schedule == "cosine", schedule
     x = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     return peak * (min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + math.cos(math.pi * x)))
 

@@ -115,26 +115,12 @@ def ttt_step(
         Metric sums per TTT step on the model's device; nothing is read back here.
     """
     ensure_gradients(model)
-    device = model.fc.weight.device
-    stream = StreamInputs(
-        *(
-            x.to(device, non_blocking=True)
-            for x in (batch.input_ids, batch.position_ids, batch.doc_end)
-        )
-    )
+    stream = _stream(batch, model.fc.weight.device)
     rows = _RowStage(model, batch, stream, teacher, denominators, settings)
     shard = batch.shard
     if batch.chunks if shard is None else not shard.is_empty:
         # Reached by all ranks of a shared sequence or by none: a shard knows of all rows.
-        context = ContextStage(
-            model,
-            batch,
-            stream,
-            dtype=settings.compute_dtype,
-            chunk_tokens=settings.context_chunk,
-            make_context=_context_maker(batch, settings, device, layout),
-            group=layout.sequence,
-        )
+        context = _context_stage(model, batch, stream, settings, layout)
         context.forward()
         for chunk in batch.chunks:
             rows.run(chunk, context)
@@ -144,6 +130,53 @@ def ttt_step(
     elif after_rows is not None:
         after_rows()
     return StepResult(*rows.sums.unbind())
+
+
+@torch.no_grad()
+def ttt_metrics(
+    model: Eagle3Draft,
+    batch: Batch,
+    *,
+    teacher: Teacher,
+    settings: StepSettings,
+    layout: Layout = ALONE,
+) -> StepResult:
+    """The metric sums that `ttt_step` gives for a micro-batch; makes no gradient.
+
+    Arguments as there. With a layout whose ranks share sequences, all of them call this.
+    """
+    stream = _stream(batch, model.fc.weight.device)
+    ones = torch.ones(batch.pack.ttt_length)
+    rows = _RowStage(model, batch, stream, teacher, ones, settings)
+    if batch.chunks if batch.shard is None else not batch.shard.is_empty:
+        context = _context_stage(model, batch, stream, settings, layout)
+        context.forward()
+        for chunk in batch.chunks:
+            rows.measure(chunk, context)
+    return StepResult(*rows.sums.unbind())
+
+
+def _stream(batch: Batch, device: torch.device) -> StreamInputs:
+    parts = (batch.input_ids, batch.position_ids, batch.doc_end)
+    return StreamInputs(*(x.to(device, non_blocking=True) for x in parts))
+
+
+def _context_stage(
+    model: Eagle3Draft,
+    batch: Batch,
+    stream: StreamInputs,
+    settings: StepSettings,
+    layout: Layout,
+) -> ContextStage:
+    return ContextStage(
+        model,
+        batch,
+        stream,
+        dtype=settings.compute_dtype,
+        chunk_tokens=settings.context_chunk,
+        make_context=_context_maker(batch, settings, stream.ids.device, layout),
+        group=layout.sequence,
+    )
 
 
 def _context_maker(
@@ -200,18 +233,27 @@ class _RowStage:
         """Run one chunk of rows; its gradients are complete when this returns."""
         chunk = chunk.to(self.device, non_blocking=True)
         first, last = chunk.steps[0].row_slice
-        a, b = chunk.teacher_slice
-        with torch.no_grad():
-            last_hidden = self.batch.teacher_hidden[a:b]
-            table = self.teacher.table(
-                last_hidden.to(self.device, self.dtype, non_blocking=True),
-                log_probs=self.objective.reads_log_probs,
-            )
+        table = self._table(chunk)
         leaf = context.row_inputs[first:last].detach().requires_grad_()
         with torch.enable_grad():
             self._unroll(chunk, leaf, table, context.contexts).backward()
         assert leaf.grad is not None
         context.d_row_inputs[first:last] = leaf.grad
+
+    def measure(self, chunk: RowChunk, context: ContextStage) -> None:
+        """Add one chunk's metric sums; under no_grad."""
+        chunk = chunk.to(self.device, non_blocking=True)
+        first, last = chunk.steps[0].row_slice
+        self._unroll(chunk, context.row_inputs[first:last], self._table(chunk), context.contexts)
+
+    @torch.no_grad()
+    def _table(self, chunk: RowChunk) -> TeacherTable:
+        """The teacher's distributions of a chunk's supervised rows."""
+        a, b = chunk.teacher_slice
+        return self.teacher.table(
+            self.batch.teacher_hidden[a:b].to(self.device, self.dtype, non_blocking=True),
+            log_probs=self.objective.reads_log_probs,
+        )
 
     def _unroll(
         self, chunk: RowChunk, x: Tensor, table: TeacherTable, contexts: list[ContextKV]
@@ -264,15 +306,16 @@ class _RowStage:
             hidden = fed.index_select(0, index)  # already normed: the tensor the head sees
         else:
             hidden = model.final_norm(output.index_select(0, index))
+        head, trains = model.lm_head.weight, torch.is_grad_enabled()
         loss, metrics = linear_loss(
             hidden,
-            model.lm_head.weight,
+            head if trains else head.detach(),
             table,
             step.teacher_index,
             scale=self.scales[i],
             objective=self.objective,
             row_weight=self._weights(i, step),
-            weight_grad=model.lm_head.weight.grad,
+            weight_grad=head.grad if trains else None,
         )
         self.sums[:5, i] += _stack(metrics)
         return loss, metrics.right
