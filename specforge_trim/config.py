@@ -17,14 +17,12 @@ from specforge_trim.config_checks import check_pairs, check_world, sequence_degr
 from specforge_trim.config_sections import (
     AttentionConfig,
     DataConfig,
-    DraftEvaluateConfig,
     LossConfig,
     ModelConfig,
     ParallelConfig,
-    TrackConfig,
-    TrainConfig,
     TrimConfig,
 )
+from specforge_trim.config_training import DraftEvaluateConfig, TrackConfig, TrainConfig
 from specforge_trim.options import ConfigError, Parser, section
 
 __all__ = [

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from specforge_trim import options
-from specforge_trim.config_sections import DTYPES, DataConfig, EvaluateConfig, TrainConfig
+from specforge_trim.config_sections import DTYPES, DataConfig
+from specforge_trim.config_training import EvaluateConfig, TrainConfig
 from specforge_trim.loss_terms import TERMS, parse_objective
 from specforge_trim.options import ConfigError, option, section
 
