@@ -15,11 +15,11 @@ from specforge_trim.config import config_parser
 from specforge_trim.lm_config import LmConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("guide.md", "acceptance.md", "trimming.md", "draft_lm.md")
+PAGES = ("guide.md", "watching.md", "acceptance.md", "trimming.md", "draft_lm.md")
 # Flags of the commands themselves and of the programs that the pages start.
 OTHERS = set(
     """--nproc_per_node --dry-run --index --out --server --layout --export-dtype --prune-vocab
-    --help --draft --speculative-config --speculative-algorithm --speculative-draft-model-path
+    --checkpoint --help --draft --speculative-config --speculative-algorithm --speculative-draft-model-path
     --speculative-num-steps --speculative-eagle-topk --speculative-num-draft-tokens --model-path
     --extra_llm_api_options --draft-vocab-size --x --no-x --evaluate-only""".split()
 )
