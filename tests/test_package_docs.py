@@ -19,9 +19,10 @@ PAGES = ("guide.md", "watching.md", "acceptance.md", "trimming.md", "draft_lm.md
 # Flags of the commands themselves and of the programs that the pages start.
 OTHERS = set(
     """--nproc_per_node --dry-run --index --out --server --layout --export-dtype --prune-vocab
-    --checkpoint --help --draft --speculative-config --speculative-algorithm --speculative-draft-model-path
+    --help --draft --speculative-config --speculative-algorithm --speculative-draft-model-path
     --speculative-num-steps --speculative-eagle-topk --speculative-num-draft-tokens --model-path
-    --extra_llm_api_options --draft-vocab-size --x --no-x --evaluate-only""".split()
+    --extra_llm_api_options --draft-vocab-size --x --no-x --evaluate-only
+    --checkpoint""".split()
 )
 
 

@@ -95,6 +95,7 @@ def wandb(monkeypatch):
     module = types.ModuleType("wandb")
     module.__spec__ = types.SimpleNamespace(name="wandb")
     module.Settings = lambda **settings: settings
+    module.Error = type("Error", (Exception,), {})
 
     def init(**arguments):
         calls.append(("init", arguments))
@@ -105,7 +106,7 @@ def wandb(monkeypatch):
     return calls
 
 
-def test_weights_and_biases_gets_every_row_once_over_a_resume(place, wandb):
+def test_weights_and_biases_gets_every_row_once_over_a_resume(place, wandb, monkeypatch, capsys):
     flags = [*TRIM, "--trackers", "wandb", "--wandb-mode", "offline", "--run-name", "mine"]
     flags += ["--lr-schedule", "constant"]  # whose rates do not know how long the run will be
     run(place, "wb", *flags, "--max-steps", "4", "--save-every", "2")
@@ -125,9 +126,17 @@ def test_weights_and_biases_gets_every_row_once_over_a_resume(place, wandb):
             values, wanted = without_time([values, wanted])
         assert values == wanted
     assert wandb.count(("finish",)) == 2
-    # Starting over is another run.
+    # Starting over is another run, and a refusal is one line.
     run(place, "wb", *flags, "--no-resume", "--max-steps", "1")
     assert wandb[-3][1]["resume"] == "never" and wandb[-3][1]["id"] != inits[0]["id"]
+
+    def refuse(**_):
+        raise sys.modules["wandb"].Error("no key")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
+    argv = ["--config", str(place / "recipe.yaml"), "--output-dir", str(place / "refused")]
+    assert train_main([*argv, *flags]) == 2
+    assert "no key; log in with `wandb login`" in capsys.readouterr().err
 
 
 def test_a_tracker_that_is_not_installed_is_named_before_anything_is_loaded(monkeypatch):

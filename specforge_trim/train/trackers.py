@@ -45,9 +45,14 @@ class Trackers:
 
 
 def open_trackers(config: Config, *, done: int, world: World) -> Trackers:
-    """metrics.jsonl and the trackers that the settings name, after `done` steps; on rank 0."""
-    if not world.is_main:
-        return Trackers(())
+    """metrics.jsonl and the trackers that the settings name, after `done` steps; on rank 0.
+
+    Every rank calls this. Raises OSError for a file or a service that cannot be opened.
+    """
+    return world.together(lambda: _opened(config, done) if world.is_main else Trackers(()))
+
+
+def _opened(config: Config, done: int) -> Trackers:
     lines = JsonLines(config.output_dir / "metrics.jsonl", resume_step=done)
     found: list[Tracker] = [lines]
     if "tensorboard" in config.track.trackers:
@@ -141,16 +146,22 @@ class WeightsAndBiases:
             file.write_text(secrets.token_hex(8) + "\n", encoding="utf-8")
         self._reported = 0 if fresh else reported
         track = config.track
-        self._run = wandb.init(
-            project=track.wandb_project,
-            name=track.run_name or config.output_dir.name,
-            id=file.read_text(encoding="utf-8").strip(),
-            resume="never" if fresh else "allow",
-            mode=track.wandb_mode,
-            dir=str(config.output_dir),
-            config=config.to_dict(),
-            settings=wandb.Settings(silent=True, console="off"),
-        )
+        try:
+            self._run = wandb.init(
+                project=track.wandb_project,
+                name=track.run_name or config.output_dir.name,
+                id=file.read_text(encoding="utf-8").strip(),
+                resume="never" if fresh else "allow",
+                mode=track.wandb_mode,
+                dir=str(config.output_dir),
+                config=config.to_dict(),
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except wandb.Error as error:
+            raise OSError(
+                f"Weights & Biases refuses the run: {error}; log in with `wandb login`, or keep "
+                "metrics here with --wandb-mode offline"
+            ) from error
 
     def write(self, row: Mapping[str, Any]) -> None:
         if row["step"] > self._reported:
