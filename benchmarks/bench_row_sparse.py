@@ -110,6 +110,9 @@ def bench_step(args: argparse.Namespace, kept: float) -> dict:
     dense, sparse = (make_problem(args.tokens, kept, sizes) for _ in range(2))
     enable_row_sparse(dense.model, OFF)
     enable_row_sparse(sparse.model, ON)
+    if args.checkpointing:
+        dense.model.activation_checkpointing_enable()
+        sparse.model.activation_checkpointing_enable()
     arms = {"dense": dense.step(OFF), "row-sparse": sparse.step(ON)}
     losses = [step() for step in arms.values()]  # the warm-up
     assert losses[0] == losses[1], f"the forward differs: {losses}"
@@ -126,7 +129,8 @@ def bench_step(args: argparse.Namespace, kept: float) -> dict:
     control = [b / a for a, b in again]
     return {
         "tokens": args.tokens, "width": args.width, "kept": kept, "rounds": args.rounds,
-        "row-sparse": statistics.median(ratios), "row-sparse spread": (min(ratios), max(ratios)),
+        "checkpointing": args.checkpointing, "row-sparse": statistics.median(ratios),
+        "row-sparse spread": (min(ratios), max(ratios)),
         "dense again": statistics.median(control), "dense again spread": (
             min(control), max(control)
         ),
@@ -214,6 +218,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024, help="2048 = Qwen3-1.7B's own")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--own", action="store_true", help="also transformers' own attention")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute in both arms")
     parser.add_argument("--head", action="store_true", help="the head alone")
     parser.add_argument("--head-tokens", type=int, default=8192)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))

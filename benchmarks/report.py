@@ -126,13 +126,16 @@ def loss_end_table(rows: list[dict]) -> str:
 
 
 def row_sparse_table(rows: list[dict]) -> str:
-    header = ["tokens", "width", "rows kept", "row-sparse/dense", "A/A", "floor", "dense s"]
+    header = ["tokens", "width", "recompute", "rows kept", "row-sparse/dense", "A/A", "floor"]
+    header += ["dense s"]
     return table(
         header,
         [
             [
-                f"{r['tokens']:,}", str(r["width"]), f"{r['kept']:.0%}", spread(r, "row-sparse"),
-                spread(r, "dense again"), f"{r['floor']:.3f}", f"{r['dense_seconds']:.2f}",
+                f"{r['tokens']:,}", str(r["width"]), "yes" if r.get("checkpointing") else "",
+                f"{r['kept']:.0%}", spread(r, "row-sparse"), spread(r, "dense again"),
+                "" if r.get("checkpointing") else f"{r['floor']:.3f}",
+                f"{r['dense_seconds']:.2f}",
             ]
             for r in rows
         ],

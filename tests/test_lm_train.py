@@ -80,6 +80,33 @@ def test_fine_tuning_equals_the_dense_reference(cut, skip_head):
     assert_equal(gradients(model), expected)
 
 
+def test_bf16_errs_no_more_than_the_dense_computation_in_bf16():
+    """Autocast on both sides; errors against fp64 of the same weights."""
+    stream = make_stream(MASKS)
+    count = int(stream.kept().sum())
+    _, truth = reference_step(make_model("qwen3"), stream, weight=1 / count)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, dense = reference_step(
+            make_model("qwen3", dtype=torch.float32), stream, weight=1 / count
+        )
+    settings = LmStepSettings(ON, compute_dtype=torch.bfloat16)
+    model = make_model("qwen3", dtype=torch.float32)
+    enable_row_sparse(model, ON)
+    batch = make_lm_batch(documents(stream), LmPlan())
+    lm_step(model, batch, num_loss_rows=float(count), settings=settings)
+    errors, controls = [], []
+    for name, found in gradients(model).items():
+        assert found.dtype == torch.float32
+        scale = float(truth[name].norm())
+        error, control = (float((g - truth[name]).norm()) / scale for g in (found, dense[name]))
+        # One small sum errs by chance; all of them together do not.
+        assert error <= 3 * control and error < 0.1, f"{name}: {error:.1e}, {control:.1e}"
+        errors.append(error)
+        controls.append(control)
+    mean, control = sum(errors) / len(errors), sum(controls) / len(controls)
+    assert mean <= 1.2 * control, f"{mean:.2e}, in the dense computation {control:.2e}"
+
+
 def soft_targets(teacher_model):
     vocab = teacher_model.config.vocab_size
     head = teacher_model.lm_head.weight.detach()

@@ -100,6 +100,7 @@ def enable_row_sparse(model: nn.Module, settings: RowSparseSettings) -> None:
     _register_attention()
     _set_attention(model, ATTENTION)
     layers = model.model.layers
+    _restore_layers(model)
     if not settings.stop_grad_context_tokens:
         return
     odd = sorted({
@@ -120,10 +121,14 @@ def enable_row_sparse(model: nn.Module, settings: RowSparseSettings) -> None:
 
 def disable_row_sparse(model: nn.Module) -> None:
     """Give a model its own layers and attention back."""
+    _restore_layers(model)
+    _set_attention(model, "sdpa")
+
+
+def _restore_layers(model: nn.Module) -> None:
     for layer in model.model.layers:
         if isinstance(layer, _Sparse):
             layer.__class__ = layer.dense_class
-    _set_attention(model, "sdpa")
 
 
 def hidden_states(
@@ -137,7 +142,8 @@ def hidden_states(
     """Final hidden states [T, D], after the last norm, of a packed stream.
 
     input_ids, position_ids: int64 [T], positions restarting per document; all on the model's
-    device, the plan's index tensors too. Rows of `plan` are those a loss may read.
+    device, the plan's index tensors too. Rows of `plan` are those a loss may read. Under FSDP2
+    call it, and the head, inside the root module's forward.
 
     Raises ValueError where a document is longer than the model's sliding window.
     """
@@ -278,6 +284,11 @@ def _sparse_class(base: type, family: _Family) -> type:
         ) -> Tensor:
             assert rows is not None and packed is not None, "run it with row_sparse.hidden_states"
             assert position_embeddings is not None and cache is None
+            if rows.keeps_all:  # nothing is cut
+                return base.forward(
+                    self, hidden_states, attention_mask, position_ids,
+                    position_embeddings=position_embeddings, rows=rows, packed=packed,
+                )  # fmt: skip
             return _run_layer(self, hidden_states, position_embeddings, rows, packed)
 
         members = {"forward": forward, "family": family, "dense_class": base}
