@@ -50,7 +50,8 @@ def config_of(work: Path, cache: str, seed: int, cut: bool) -> LmConfig:
         "max_conversations": 40, "tokens_per_batch": 1024, "num_workers": 0, "epochs": 2,
         "label_weight": 0.0, "distill_weight": 1.0, "learning_rate": 5e-4, "warmup_ratio": 0.1,
         "stop_grad_context_tokens": cut, "device": "cpu", "held_out_every": 12,
-        "save_every": 0, "output_dir": str(work / f"run-{seed}-{'cut' if cut else 'whole'}"),
+        "save_every": 15, "keep_checkpoints": 1,
+        "output_dir": str(work / f"run-{seed}-{'cut' if cut else 'whole'}"),
     }  # fmt: skip
     return build(LmConfig, values)
 

@@ -29,8 +29,7 @@ from specforge_trim.loss_terms import parse_objective
 from specforge_trim.objective.teacher import Teacher
 from specforge_trim.pipeline import data_files, data_sources, prepare_data
 from specforge_trim.provenance import provenance
-from specforge_trim.row_sparse import RowSparseSettings, enable_row_sparse
-from specforge_trim.row_sparse.functions import PackedAttention
+from specforge_trim.row_sparse import PackedAttention, RowSparseSettings, enable_row_sparse
 from specforge_trim.target.embedded import resolve_target
 from specforge_trim.target.head import load_embedding_and_head
 from specforge_trim.target.hf import HFTarget, target_fingerprint

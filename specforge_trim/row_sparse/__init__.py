@@ -8,7 +8,8 @@
 stop_grad_context_tokens changes the gradient on purpose: it flows through kept rows only.
 """
 
-from specforge_trim.row_sparse.head import HeadRows, kept_log_probs, label_loss
+from specforge_trim.row_sparse.functions import PackedAttention
+from specforge_trim.row_sparse.head import HeadRows, LogitForm, kept_log_probs, label_loss
 from specforge_trim.row_sparse.layers import (
     RowSparseSettings,
     disable_row_sparse,
@@ -19,6 +20,8 @@ from specforge_trim.row_sparse.rows import RowPlan, loss_rows, plan_rows
 
 __all__ = [
     "HeadRows",
+    "LogitForm",
+    "PackedAttention",
     "RowPlan",
     "RowSparseSettings",
     "disable_row_sparse",

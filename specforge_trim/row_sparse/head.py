@@ -24,8 +24,9 @@ from torch import Tensor
 from specforge_trim.objective.products import add_product_, product, work_dtype
 
 CHUNK_TOKENS = 8192
-# Logits of a block in elements: 16 MB in fp32 on a CPU, where larger ones leave the cache; 1 GB.
-_BLOCK_ELEMENTS = {"cpu": 2**22, "cuda": 2**28}
+# Logits of a block in elements, 64 MB and 1 GB in fp32; three such tables are held. Every block
+# reads and writes the head's whole gradient, so that small ones cost more than they save.
+_BLOCK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
 _MIN_ROWS = 16
 
 
