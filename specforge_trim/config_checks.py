@@ -35,7 +35,7 @@ def check_pairs(config: Any) -> None:
         )
     _check_sequence(config)
     _check_evaluation(config)
-    _check_trackers(config)
+    check_trackers(config)
     if "fa" in (attention.attention_backend, attention.local_attention):
         if importlib.util.find_spec("flash_attn") is None:
             raise ConfigError(
@@ -133,7 +133,7 @@ def _check_features(config: Any) -> None:
         )
 
 
-def _check_trackers(config: Any) -> None:
+def check_trackers(config: Any) -> None:
     """The packages of the trackers that are named."""
     for name in config.track.trackers:
         if importlib.util.find_spec(name) is None:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from specforge_trim import options
+from specforge_trim.config_checks import check_trackers
 from specforge_trim.config_sections import DTYPES, DataConfig
-from specforge_trim.config_training import EvaluateConfig, TrainConfig
+from specforge_trim.config_training import EvaluateConfig, TrackConfig, TrainConfig
 from specforge_trim.loss_terms import TERMS, parse_objective
 from specforge_trim.options import ConfigError, option, section
 
@@ -36,6 +37,9 @@ def _section_without(base: type, name: str, *left_out: str) -> type:
 LmDataConfig: Any = _section_without(
     DataConfig, "LmDataConfig", "train_features", "feature_dtype", "check_disk", "online"
 )
+
+
+LmTrackConfig: Any = _section_without(TrackConfig, "LmTrackConfig", "profile")
 
 
 @dataclass(frozen=True)
@@ -137,10 +141,12 @@ class LmConfig:
     trim: LmTrimConfig = section(LmTrimConfig)
     parallel: LmParallelConfig = section(LmParallelConfig)
     train: TrainConfig = section(TrainConfig)
+    track: LmTrackConfig = section(LmTrackConfig)
     evaluate: LmEvaluateConfig = section(LmEvaluateConfig)
 
     def __post_init__(self) -> None:
         options.check_limits(self)
+        check_trackers(self)
         try:
             parse_objective(self.loss.objective)
         except ValueError as error:

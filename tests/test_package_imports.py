@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "config": {"options", "loss_terms", "config_checks", "config_sections", "config_training"},
     "config_sections": {"options", "loss_terms"},
     "config_training": {"options", "config_sections"},
-    "lm_config": {"options", "loss_terms", "config_sections", "config_training"},
+    "lm_config": {"options", "loss_terms", "config_sections", "config_training", "config_checks"},
     "config_checks": {"options", "loss_terms"},
     "provenance": {"options", "config"},
     "distributed": {"options", "config"},

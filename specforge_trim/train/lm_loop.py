@@ -33,7 +33,7 @@ from specforge_trim.train.optimizer import (
 )
 from specforge_trim.train.sampler import Schedule
 from specforge_trim.train.stages import ensure_gradients
-from specforge_trim.train.trackers import JsonLines, Progress
+from specforge_trim.train.trackers import JsonLines, Progress, open_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -135,12 +135,14 @@ class _Run:
         if done >= total:
             logger.info("nothing left to train: %d of %d steps are done", done, total)
             return LmSummary(done, keep.skipped, None)
-        log, held = self._file("metrics", done), self._file("heldout", done)
+        path = self.config.output_dir / "heldout.jsonl"
+        held = JsonLines(path, resume_step=done, write=self.world.is_main)
         if done == 0:
             self._measure(held, 0)
         row, step = None, done
         bar = Progress(total=total, done=done, show=self.world.is_main)
-        with closing(bar), _Clock(self.world) as clock:
+        trackers = closing(open_trackers(self.config, done=done, world=self.world))
+        with closing(bar), trackers as log, _Clock(self.world) as clock:
             for batches in self.loader.steps(done):
                 step += 1
                 self.world.together(self.world.see_launcher)
@@ -161,10 +163,6 @@ class _Run:
                 if self._is_due(step, total):
                     self._measure(held, step)
         return LmSummary(total, keep.skipped, row)
-
-    def _file(self, name: str, done: int) -> JsonLines:
-        path = self.config.output_dir / f"{name}.jsonl"
-        return JsonLines(path, resume_step=done, write=self.world.is_main)
 
     def _gradients(self, batches: Sequence[LmBatch], counts: _Counts) -> list[LmResult]:
         """Gradients of one optimizer step, summed over micro-batches and ranks."""
