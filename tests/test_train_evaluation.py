@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from specforge_trim import pipeline
 from specforge_trim.cli import main, train_main
 from specforge_trim.config import ConfigError, load_config
-from specforge_trim.decode import evaluate
+from specforge_trim.decode import Prompt, evaluate
 from specforge_trim.distributed import World
+from specforge_trim.results import load_trained
 from specforge_trim.target.hf import HFTarget
 from specforge_trim.train import checkpoint as checkpoints
 from specforge_trim.train.evaluation import HeldOut
@@ -43,8 +44,6 @@ def settings(place, name, *flags):
 
 def trained_weights(place, name):
     target = pipeline.open_target(settings(place, name), ALONE)
-    from specforge_trim.results import load_trained
-
     return load_trained(settings(place, name), target)[0].state_dict()
 
 
@@ -145,8 +144,6 @@ def test_decoding_while_training_counts_as_the_evaluation_does(place):
     assert not any("sampled" in key for key in rows[-1])
     config = settings(place, "counts")
     target = pipeline.open_target(config, ALONE)
-    from specforge_trim.results import load_trained
-
     draft, _ = load_trained(config, target)
     report = evaluate(
         HFTarget.load(target.path, dtype=torch.float32),
@@ -193,6 +190,31 @@ def test_an_overfitted_answer_is_accepted_as_training_predicts(place):
     greedy = 1 + sum(product(row, i) for i in range(3))
     assert row["decode/acceptance_length"] == pytest.approx(greedy, rel=0.25)
     assert row["decode/sampled_acceptance_length"] > 1.5
+    whole, part = (decoded_with(place, "overfit", data, states) for states in (3, 1))
+    assert whole == pytest.approx(row["decode/acceptance_length"])
+    assert part < 2.0, part
+
+
+def decoded_with(place, name, data, states):
+    """Acceptance length of a run's draft that is given only the first of the aux states."""
+    config = settings(place, name, "--eval-data", data)
+    target = pipeline.open_target(config, ALONE)
+    draft, _ = load_trained(config, target)
+    (ids,) = next(iter(pipeline.held_out_prompts(config, target, ALONE).values()))
+    model = HFTarget.load(target.path, dtype=torch.float32)
+    prompt = Prompt(model, ids, max_new_tokens=16)
+    width = model.hidden_size * states
+    advance = prompt.target.advance
+
+    def partly(*arguments, **settings):
+        result = advance(*arguments, **settings)
+        result.aux[:, width:] = 0
+        return result
+
+    prompt.target.advance = partly
+    prompt.aux[:, width:] = 0
+    decoded = prompt.speculate(draft, depth=3)
+    return decoded.emitted / decoded.passes
 
 
 def product(row, depth):
@@ -209,6 +231,7 @@ def ranks_main(world, place):
     found = {}
     layouts = {
         "data": (),
+        "data again": (),
         "fsdp x ring": ("--fsdp", "--attention-backend", "usp", "--sp-context", "ring"),
     }
     for name, flags in layouts.items():
@@ -220,10 +243,12 @@ def ranks_main(world, place):
 
 
 def test_two_ranks_measure_what_one_does(place, tmp_path):
+    """And with one seed, two ranks log the same numbers twice, bit for bit."""
     alone = run(place, "one", *TRIM, *MEASURE, "--max-steps", "3")[-1]
     summed = run(place, "sum", *TRIM, *MEASURE, "--max-steps", "3", "--accumulate", "2")[-1]
     run_world(2, ranks_main, tmp_path, place)
     found = json.loads((place / "two.json").read_text())
+    assert without_time(found["data"]) == without_time(found["data again"])
     for name, expected in (("data", summed), ("fsdp x ring", alone)):
         keys = [k for k in expected if k.startswith(("eval/", "decode/"))]
         assert len(keys) > 20
