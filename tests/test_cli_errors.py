@@ -127,8 +127,9 @@ def test_cli_help_shows_an_example(name, capsys):
     assert done.value.code == 0
     out = capsys.readouterr().out
     assert "example:" in out and f"specforge-trim {name}" in out
-    # verify reads stores of any target, make-config takes the target as its argument
-    assert "--target" in out or name in ("verify", "make-config")
+    # verify reads stores of any target, make-config takes the target as its argument, and plot
+    # reads metrics only
+    assert "--target" in out or name in ("verify", "make-config", "plot")
 
 
 def test_cli_without_arguments_lists_the_commands(capsys):

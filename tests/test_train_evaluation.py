@@ -14,6 +14,7 @@ import tiny
 import torch
 from ranks import run_world
 from safetensors.torch import load_file
+from test_peer_formats import write_specforge
 
 from specforge_trim import pipeline
 from specforge_trim.cli import main, train_main
@@ -157,6 +158,26 @@ def test_decoding_while_training_counts_as_the_evaluation_does(place):
     assert rows[-1]["decode/acceptance_length"] == held.trained.acceptance_length
     assert rows[-1]["decode/held/acceptance_length"] == held.trained.acceptance_length
     assert rows[-1]["decode/acceptance/0"] == held.trained.acceptance[0]
+
+
+def test_every_source_of_held_out_features_gives_the_same_numbers(place):
+    """From a store, from the target of an online run, and from files another trainer captured."""
+    flags = [*TRIM, *MEASURE, "--max-steps", "3"]
+    stored = run(place, "stored", *flags)[-1]
+    online = run(place, "online", *flags, "--online")[-1]
+    target = HFTarget.load(place / "target", dtype=torch.float32)
+    config = settings(place, "stored")
+    held = pipeline.prepare_data(
+        config, pipeline.open_target(config, ALONE), ALONE, paths=config.evaluate.eval_data
+    )
+    write_specforge(place / "captured", target, [held[i] for i in range(len(held))])
+    read = run(place, "read", *flags, "--eval-features", str(place / "captured"))[-1]
+    keys = [key for key in stored if key.startswith(("eval/", "decode/"))]
+    assert len(keys) > 20 and stored["eval/loss_rows"] > 10
+    for key in keys:
+        for other in (online, read):
+            value = stored[key]
+            assert other[key] == (value if value is None else pytest.approx(value, rel=1e-6)), key
 
 
 def own_answers(place, count, length):
