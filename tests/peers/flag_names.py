@@ -30,7 +30,8 @@ def fields(model: type[BaseModel], prefix: str = "") -> set[str]:
 def unknown_in_specforge() -> set[str]:
     from specforge.config.schema import Config
 
-    named = set(re.findall(r"`((?:model|data|training)\.\w+|output_dir)`", " ".join(cells(2))))
+    sections = "model|data|training|tracking|profiling"
+    named = set(re.findall(rf"`((?:{sections})\.\w+|output_dir)`", " ".join(cells(2))))
     assert len(named) > 25, named
     return named - fields(Config)
 
