@@ -166,6 +166,7 @@ def test_every_recipe_has_a_plan(path, capsys, monkeypatch, tmp_path):
     plan = capsys.readouterr().out
     for text in ("parameters", "memory of training", "all, per rank", "trimming", "features on"):
         assert text in plan, text
+    assert ("the whole target (online and decode_every)" in plan) == ("online" in path.stem)
     assert list(tmp_path.iterdir()) == []
 
 
