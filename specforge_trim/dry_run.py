@@ -121,8 +121,8 @@ def plan_of_run(config: Config, *, world_size: int) -> str:
     item = draft.num_hidden_layers * 2 * draft.num_key_value_heads * draft.head_dim
     item *= _ITEM[config.train.dtype] + 4
     lines.append(f"a token of context takes {item / 1024:.1f} KB of it")
-    loaded = [key for key, on in (("online", config.data.online),
-                                  ("decode_every", config.evaluate.decode_every)) if on]  # fmt: skip
+    needs = {"online": config.data.online, "decode_every": config.evaluate.decode_every}
+    loaded = [key for key, asked in needs.items() if asked]
     if loaded:
         lines.append(f"beside it on every rank: the whole target ({' and '.join(loaded)})")
     lines += ["", *_data_lines(config, draft, world_size)]
