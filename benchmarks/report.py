@@ -143,13 +143,13 @@ def row_sparse_table(rows: list[dict]) -> str:
 
 
 def head_table(rows: list[dict]) -> str:
-    header = ["tokens", "dtype", "rows kept", "full MB", "skipped MB", "full s"]
+    header = ["tokens", "dtype", "rows kept", "logits a block", "full MB", "skipped MB", "full s"]
     header += ["time skipped/full", "A/A"]
     return table(
         header,
         [
             [
-                f"{r['tokens']:,}", r["dtype"], f"{r['kept']:.0%}",
+                f"{r['tokens']:,}", r["dtype"], f"{r['kept']:.0%}", f"{r['block_mb']} MB",
                 f"{r['full_peak_bytes'] / 1e6:,.0f}", f"{r['skipped_peak_bytes'] / 1e6:,.0f}",
                 f"{r['full_seconds']:.1f}", spread(r, "skipped"), spread(r, "full again"),
             ]
