@@ -21,7 +21,7 @@ OTHERS = set(
     """--nproc_per_node --dry-run --index --out --server --layout --export-dtype --prune-vocab
     --help --draft --speculative-config --speculative-algorithm --speculative-draft-model-path
     --speculative-num-steps --speculative-eagle-topk --speculative-num-draft-tokens --model-path
-    --extra_llm_api_options --draft-vocab-size --x --no-x --evaluate-only
+    --extra_llm_api_options --draft-vocab-size --x --no-x --evaluate-only --cut --work
     --checkpoint""".split()
 )
 
