@@ -147,6 +147,7 @@ def _draw_panel(axes: Any, panel: Panel, runs: Mapping[str, Sequence[Row]]) -> N
     title = panel.title if alone else panel.title.replace("per TTT step", "(mean of TTT steps)")
     axes.set_title(title, fontsize=10, loc="left")
     axes.set_xlabel("optimizer step", fontsize=8)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

@@ -85,7 +85,7 @@ class FakeRun:
     def log(self, values, *, step):
         self.calls.append(("log", step, dict(values)))
 
-    def finish(self, *, quiet):
+    def finish(self):
         self.calls.append(("finish",))
 
 
@@ -137,6 +137,18 @@ def test_weights_and_biases_gets_every_row_once_over_a_resume(place, wandb, monk
     argv = ["--config", str(place / "recipe.yaml"), "--output-dir", str(place / "refused")]
     assert train_main([*argv, *flags]) == 2
     assert "no key; log in with `wandb login`" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_service_own_client_takes_what_it_is_told(place, capsys):
+    """The stand-in above takes any call; the real client, where it is installed, does not."""
+    pytest.importorskip("wandb")
+    flags = [*TRIM, "--trackers", "wandb", "--wandb-mode", "offline"]
+    run(place, "client", *flags, "--max-steps", "2", "--save-every", "1")
+    run(place, "client", *flags, "--max-steps", "3")
+    files = sorted((place / "client" / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len({file.name for file in files}) == 1 and len(files) in (1, 2)
+    assert all(b"acceptance_length" in file.read_bytes() for file in files)
 
 
 def test_a_tracker_that_is_not_installed_is_named_before_anything_is_loaded(monkeypatch):

@@ -169,7 +169,7 @@ class WeightsAndBiases:
             self._run.log(values, step=row["step"])
 
     def close(self) -> None:
-        self._run.finish(quiet=True)
+        self._run.finish()
 
 
 class Progress:
