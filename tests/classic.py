@@ -53,18 +53,47 @@ def _bnth(x):
     return x.transpose(0, 1)[None]
 
 
-class ClassicAttention(torch.autograd.Function):
-    """Causal attention inside documents, plus each row's own keys of later steps."""
+@dataclass(frozen=True)
+class WholeContext:
+    """Step-0 keys in one process; bounds: (start, end) of each document."""
 
-    @staticmethod
-    def forward(ctx, bounds, scale, q, k0, v0, *own):
-        groups = (k0.shape[1], -1)
+    bounds: list[tuple[int, int]]
+    scale: float
+
+    def forward(self, q, k0, v0):
         parts = [
-            flash(_bnth(q[a:b]), _bnth(k0[a:b]), _bnth(v0[a:b]), 0.0, True, scale=scale)
-            for a, b in bounds
+            flash(_bnth(q[a:b]), _bnth(k0[a:b]), _bnth(v0[a:b]), 0.0, True, scale=self.scale)
+            for a, b in self.bounds
         ]
         o = torch.cat([p[0][0].transpose(0, 1) for p in parts])
-        lse = torch.cat([p[1][0].transpose(0, 1) for p in parts])
+        return o, torch.cat([p[1][0].transpose(0, 1) for p in parts])
+
+    def backward(self, do, q, k0, v0, o, lse):
+        dq, dk0, dv0 = torch.empty_like(q), torch.empty_like(k0), torch.empty_like(v0)
+        for a, b in self.bounds:
+            grads = flash_backward(
+                _bnth(do[a:b]),
+                _bnth(q[a:b]),
+                _bnth(k0[a:b]),
+                _bnth(v0[a:b]),
+                _bnth(o[a:b]),
+                lse[a:b].transpose(0, 1)[None],
+                0.0,
+                True,
+                scale=self.scale,
+            )
+            for buffer, grad in zip((dq, dk0, dv0), grads, strict=True):
+                buffer[a:b] = grad[0].transpose(0, 1)
+        return dq, dk0, dv0
+
+
+class ClassicAttention(torch.autograd.Function):
+    """Attention over step-0 keys, plus each row's own keys of later steps."""
+
+    @staticmethod
+    def forward(ctx, context, scale, q, k0, v0, *own):
+        groups = (k0.shape[1], -1)
+        o, lse = context.forward(q, k0, v0)
         ks, vs = own[: len(own) // 2], own[len(own) // 2 :]
         if ks:
             wide = lse.dtype
@@ -76,7 +105,7 @@ class ClassicAttention(torch.autograd.Function):
                 weight = (logit - total).exp().unflatten(1, groups)[..., None]
                 out += (weight * v[:, :, None]).flatten(1, 2)
             o, lse = out.to(q.dtype), total
-        ctx.bounds, ctx.scale, ctx.groups = bounds, scale, groups
+        ctx.context, ctx.scale, ctx.groups = context, scale, groups
         ctx.save_for_backward(q, k0, v0, o, lse, *own)
         return o
 
@@ -85,21 +114,7 @@ class ClassicAttention(torch.autograd.Function):
         q, k0, v0, o, lse, *own = ctx.saved_tensors
         scale, groups, wide = ctx.scale, ctx.groups, lse.dtype
         do = do.contiguous()
-        dq, dk0, dv0 = torch.empty_like(q), torch.empty_like(k0), torch.empty_like(v0)
-        for a, b in ctx.bounds:
-            grads = flash_backward(
-                _bnth(do[a:b]),
-                _bnth(q[a:b]),
-                _bnth(k0[a:b]),
-                _bnth(v0[a:b]),
-                _bnth(o[a:b]),
-                lse[a:b].transpose(0, 1)[None],
-                0.0,
-                True,
-                scale=scale,
-            )
-            for buffer, grad in zip((dq, dk0, dv0), grads, strict=True):
-                buffer[a:b] = grad[0].transpose(0, 1)
+        dq, dk0, dv0 = ctx.context.backward(do, q, k0, v0, o, lse)
         ks, vs = own[: len(own) // 2], own[len(own) // 2 :]
         dks, dvs = [], []
         if ks:
@@ -152,27 +167,44 @@ def _project(w, shape, aux):
 
 
 def classic_losses(
-    params, shape, *, ids, cu, aux, probs, in_vocab, rows, steps, dtype=torch.float32
+    params,
+    shape,
+    *,
+    ids,
+    cu,
+    aux,
+    probs,
+    in_vocab,
+    rows,
+    steps,
+    dtype=torch.float32,
+    lo=0,
+    context=None,
 ):
     """Sum of cross-entropies per step, 0-dim tensors in one graph.
 
     params: serving names -> tensors; probs [S, Vd] and in_vocab [S] of the teacher; rows: the
     result of loss_rows; aux [T, A*D].
+
+    A rank that holds tokens [lo, lo + n) of the T gives aux [n, A*D], rows counted from lo, its
+    own teachers, and a context that knows the others (classic_ring.py).
     """
     w = {n: p.to(dtype) for n, p in params.items()}
     lengths = cu.diff().tolist()
     bounds = list(zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True))
-    positions = torch.cat([torch.arange(n) for n in lengths]).to(ids.device)
-    doc_end = torch.repeat_interleave(cu[1:], cu.diff()).to(ids.device)
+    index = torch.arange(lo, lo + aux.shape[0])
+    positions = torch.cat([torch.arange(n) for n in lengths])[index].to(ids.device)
+    doc_end = torch.repeat_interleave(cu[1:], cu.diff())[index].to(ids.device)
+    index = index.to(ids.device)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     inv = shape.theta ** -(
         torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
     )
     scale = shape.head_dim**-0.5
+    context = context or WholeContext(bounds, scale)
     hidden = _project(w, shape, aux.to(dtype))
     layer = "midlayer."
     own_k, own_v, losses = [], [], []
-    index = torch.arange(ids.shape[0], device=ids.device)
     inv = inv.to(ids.device)
     k0 = v0 = None
     for i in range(steps):
@@ -192,7 +224,7 @@ def classic_losses(
         else:
             own_k.append(k)
             own_v.append(v)
-        attended = ClassicAttention.apply(bounds, scale, q, k0, v0, *own_k, *own_v)
+        attended = ClassicAttention.apply(context, scale, q, k0, v0, *own_k, *own_v)
         r = hidden + attended.flatten(1) @ w[layer + "self_attn.o_proj.weight"].T
         y = _rms(r, w[layer + "post_attention_layernorm.weight"], shape.eps)
         gate = F.silu(y @ w[layer + "mlp.gate_proj.weight"].T)

@@ -13,6 +13,7 @@ import dataclasses
 import pytest
 import torch
 from ranks import own_part, run_world, some_documents
+from test_stages_classic import run_classic
 from ttt_case import make_batch, make_case, make_pack
 
 from specforge_trim.objective.teacher import Teacher
@@ -180,6 +181,7 @@ def equality_main(world, whole):
     deeper_main(world, layouts["gathered, dealt"][0])
     fsdp_main(world)
     positions_main(world)
+    classic_main(world)
     if world.size == 4:
         accumulation_main(world)
 
@@ -220,6 +222,15 @@ def positions_main(world):
         starts = torch.zeros(world.size, dtype=torch.int64)
         starts[world.rank] = batch.shard.tokens[0]
         assert world.sum(starts).tolist() == [36 // world.size * r for r in range(world.size)]
+
+
+def classic_main(world):
+    """The opponent of the memory benchmark: a classic unroll over ring attention, 36 tokens."""
+    case = make_case([[1] * 17, [0] * 8 + [1] * 11], steps=STEPS, seed=4)
+    expected = run_classic(case, torch.float64)
+    for name, grad in run_classic(case, torch.float64, rank=world.rank, size=world.size).items():
+        error = float((world.sum(grad) - expected[name]).abs().max())
+        assert error < 1e-10 * float(expected[name].abs().max()), f"{name}: {error:.1e}"
 
 
 def accumulation_main(world):

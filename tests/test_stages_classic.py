@@ -5,11 +5,13 @@ per chunk. The classic path is itself checked against the oracle in fp64 first, 
 serve as the yardstick.
 """
 
+import itertools
 import statistics
 
 import pytest
 import torch
 from classic import ClassicShape, classic_losses, loss_rows
+from classic_ring import RingContext, own_rows
 from oracle import oracle
 from ttt_case import EPS, THETA, make_batch, make_case, make_pack, oracle_model, run_step
 
@@ -23,8 +25,11 @@ MASKS = {
 BLOCKS = MASKS["blocks"]
 
 
-def run_classic(case, dtype):
-    """Total loss's gradient of every trainable parameter, fp64 masters."""
+def run_classic(case, dtype, *, rank=0, size=1):
+    """Total loss's gradient of every trainable parameter, fp64 masters.
+
+    Of several ranks, each runs its block of tokens over a ring; their gradients' sum is the total.
+    """
     config = case.model.config
     shape = ClassicShape(
         config.num_attention_heads,
@@ -44,19 +49,26 @@ def run_classic(case, dtype):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     target = (last[supervised + 1] @ case.head.to(dtype).T).to(wide)
     kept = case.model.draft_to_target
+    tokens = int(case.cu_seqlens[-1])
+    bounds = list(itertools.pairwise(case.cu_seqlens.tolist()))
+    n = -(-tokens // size)
+    lo, hi = min(rank * n, tokens), min((rank + 1) * n, tokens)
+    rows, own = own_rows(loss_rows(case.row_mask, case.cu_seqlens, case.steps), lo, hi)
     losses = classic_losses(
         params,
         shape,
         ids=torch.tensor([x for d in case.docs for x in d.ids]),
         cu=case.cu_seqlens,
-        aux=torch.cat([d.aux for d in case.docs]),
-        probs=target[:, kept].softmax(-1),
-        in_vocab=case.model.t2d[target.argmax(-1)],
-        rows=loss_rows(case.row_mask, case.cu_seqlens, case.steps),
+        aux=torch.cat([d.aux for d in case.docs])[lo:hi],
+        probs=target[own][:, kept].softmax(-1),
+        in_vocab=case.model.t2d[target[own].argmax(-1)],
+        rows=rows,
         steps=case.steps,
         dtype=dtype,
+        lo=lo,
+        context=RingContext(bounds, config.head_dim**-0.5, rank, size) if size > 1 else None,
     )
-    total = sum(0.8**i * x / int(case.cu_seqlens[-1]) for i, x in enumerate(losses))
+    total = sum(0.8**i * x / tokens for i, x in enumerate(losses))
     total.backward()
     return {n: p.grad for n, p in params.items() if p.requires_grad}
 
