@@ -11,6 +11,7 @@ there before the step.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 
@@ -79,6 +80,23 @@ def bench(args: argparse.Namespace, tokens: int, density: float) -> dict:
     return row
 
 
+def memory_of_ours(args: argparse.Namespace, tokens: int, density: float) -> dict:
+    """Peak of the trimmed step alone, for contexts that no classic step could hold."""
+    mask = make_mask("blocks", tokens, density)
+    problem = make_problem(
+        args.size, mask, device=args.device, dtype=torch.bfloat16, backend=args.backend
+    )
+    step = our_step(problem, packs(problem)["ours"], chunk_rows=args.chunk_rows)
+    peak = peak_bytes(step) if args.device == "cuda" else None
+    if peak is None:
+        step()
+    return {
+        "size": args.size, "tokens": tokens, "density": density, "arm": "ours",
+        "peak_mb": None if peak is None else peak / 1e6,
+        "bytes_per_token": None if peak is None else peak / tokens,
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="llama-3-8b")
@@ -87,10 +105,23 @@ def main() -> None:
     parser.add_argument("--backend", choices=("sdpa", "fa"), default="sdpa")
     parser.add_argument("--chunk-rows", type=int, help="default: as the trainer chooses")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--memory-only", action="store_true", help="peak of the trimmed step only")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda",
+        help="cpu: runs the step of --memory-only to try the script, measures nothing",
+    )  # fmt: skip
     parser.add_argument("--out", help="append rows to this JSON lines file")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
+    if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("error: no CUDA device; this benchmark was not run")
+    if args.device == "cpu" and not args.memory_only:
+        raise SystemExit("error: --device cpu goes with --memory-only")
+    if args.memory_only:
+        for tokens, density in itertools.product(args.tokens, args.density):
+            row = memory_of_ours(args, tokens, density)
+            print(row, flush=True)
+            append_row(args.out, row)
+        return
     for tokens in args.tokens:
         for density in args.density:
             row = bench(args, tokens, density)

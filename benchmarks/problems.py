@@ -20,27 +20,31 @@ from specforge_trim import build_trim_pack, dense_pack
 from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.model.draft_config import DraftConfig
 from specforge_trim.objective.teacher import TeacherTable
-from specforge_trim.plan.cost import PackCost, pack_cost
+from specforge_trim.parallel.layout import ALONE, Layout
+from specforge_trim.plan.cost import DraftDims, PackCost, pack_cost
 from specforge_trim.plan.memory import DEFAULT_ROW_MEMORY_MB, chunk_rows_for
-from specforge_trim.plan.pack import TrimPack
+from specforge_trim.plan.pack import TrimPack, restrict_pack
 from specforge_trim.plan.segments import plan_chunks
+from specforge_trim.plan.shard import SequenceSplit, row_edges, shard_chunks, shard_pack
 from specforge_trim.train.stages import StepSettings, ttt_step
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from classic import ClassicShape, classic_losses, loss_rows  # noqa: E402
+from classic_ring import RingContext, own_rows  # noqa: E402
 
 STEPS = 7
 EPS, THETA = 1e-5, 10000.0
 
 # Prototype sizes; Llama-3-8B's proportions (heads 4:1, MLP 3.5 D, Vd 7.8 D) at 1/8 width, with
 # heads of half its size so that two key/value heads are left: with one, torch's CPU flash backward
-# runs on one thread (docs/LOG.md); and its real sizes, for a GPU.
+# runs on one thread (docs/LOG.md); and its real sizes, for a GPU. `counting`: for what does not depend on sizes.
 SIZES = {
     "prototype": dict(hidden=512, heads=8, kv_heads=2, head_dim=64, mlp=1408, draft_vocab=4096),
     "llama": dict(hidden=512, heads=8, kv_heads=2, head_dim=64, mlp=1792, draft_vocab=4000),
     "llama-3-8b": dict(
         hidden=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336, draft_vocab=32000
     ),
+    "counting": dict(hidden=16, heads=8, kv_heads=4, head_dim=4, mlp=16, draft_vocab=32),
 }
 
 
@@ -177,30 +181,47 @@ def step_zero_full(pack: TrimPack) -> TrimPack:
     )
 
 
+def default_chunk_rows(problem: Problem) -> int:
+    """What the trainer takes by default on the problem's device."""
+    return chunk_rows_for(
+        problem.model.config.dims,
+        STEPS,
+        itemsize=problem.settings.compute_dtype.itemsize,
+        budget=DEFAULT_ROW_MEMORY_MB[problem.ids.device.type] << 20,
+    )
+
+
 def our_step(
-    problem: Problem, pack: TrimPack, *, chunk_rows: int | None = None
+    problem: Problem,
+    pack: TrimPack,
+    *,
+    chunk_rows: int | None = None,
+    split: SequenceSplit | None = None,
+    layout: Layout = ALONE,
+    dims: DraftDims | None = None,
 ) -> Callable[[], Tensor]:
     """One training step of the package on a pack; returns loss sums per TTT step.
 
-    chunk_rows: None = what the trainer takes by default on this device.
+    chunk_rows: None = what the trainer takes by default on this device. split, layout: this
+    rank's part, where ranks share the document; dims: sizes by whose costs rows are dealt, None =
+    the problem's.
     """
-    device = problem.ids.device.type
-    if chunk_rows is None:
-        chunk_rows = chunk_rows_for(
-            problem.model.config.dims,
-            STEPS,
-            itemsize=problem.settings.compute_dtype.itemsize,
-            budget=DEFAULT_ROW_MEMORY_MB[device] << 20,
-        )
+    chunk_rows, shard = chunk_rows or default_chunk_rows(problem), None
+    chunks = plan_chunks(pack, chunk_rows=chunk_rows)
+    if split is not None:
+        edges = row_edges(pack, split, dims or problem.model.config.dims)
+        shard = shard_pack(pack, split, edges)
+        chunks = shard_chunks(pack, split, edges, chunk_rows=chunk_rows)
+        pack = restrict_pack(pack, edges[split.rank], edges[split.rank + 1])
     batch = SimpleNamespace(
         input_ids=problem.ids,
         position_ids=torch.arange(problem.tokens),
         doc_end=torch.full((problem.tokens,), problem.tokens),
         cu_seqlens=problem.cu_seqlens,
         pack=pack,
-        chunks=plan_chunks(pack, chunk_rows=chunk_rows),
+        chunks=chunks,
         loss_weights=None,
-        shard=None,
+        shard=shard,
         grad_rows=None,
         aux=lambda a, b: problem.aux[a:b],
         teacher_hidden=torch.arange(pack.supervised.shape[0], dtype=torch.float32)[:, None],
@@ -216,21 +237,28 @@ def our_step(
             teacher=teacher,
             denominators=denominators,
             settings=problem.settings,
+            layout=layout,
         ).loss
 
     return step
 
 
-def classic_step(problem: Problem) -> Callable[[], Tensor]:
-    """The same step as one graph over all rows; returns loss sums per TTT step."""
+def classic_step(problem: Problem, *, rank: int = 0, size: int = 1) -> Callable[[], Tensor]:
+    """The same step as one graph over all rows; returns loss sums per TTT step.
+
+    Of several ranks, each runs its block of the tokens over ring attention.
+    """
     c, device = problem.model.config, problem.ids.device
     shape = ClassicShape(c.num_attention_heads, c.num_key_value_heads, c.head_dim, EPS, THETA)
     params = dict(problem.model.named_parameters())
-    count = int(problem.mask.sum())
-    known = fixed_teacher(problem, count).known
-    rows = [
-        (t.to(device), s.to(device)) for t, s in loss_rows(problem.mask, problem.cu_seqlens, STEPS)
-    ]
+    n, context = problem.tokens // size, None
+    assert n * size == problem.tokens, (problem.tokens, size)
+    if size > 1:
+        context = RingContext([(0, problem.tokens)], c.head_dim**-0.5, rank, size)
+    every = loss_rows(problem.mask, problem.cu_seqlens, STEPS)
+    own, kept = own_rows(every, rank * n, (rank + 1) * n)
+    known = fixed_teacher(problem, kept.numel()).known
+    rows = [(t.to(device), s.to(device)) for t, s in own]
 
     def step() -> Tensor:
         problem.model.zero_grad(set_to_none=False)
@@ -239,12 +267,14 @@ def classic_step(problem: Problem) -> Callable[[], Tensor]:
             shape,
             ids=problem.ids,
             cu=problem.cu_seqlens,
-            aux=problem.aux,
+            aux=problem.aux[rank * n : (rank + 1) * n],
             probs=known.probs,
             in_vocab=known.in_vocab,
             rows=rows,
             steps=STEPS,
             dtype=problem.settings.compute_dtype,
+            lo=rank * n,
+            context=context,
         )
         torch.stack([0.8**i * x / problem.tokens for i, x in enumerate(losses)]).sum().backward()
         return torch.stack(losses).detach()

@@ -158,6 +158,47 @@ def head_table(rows: list[dict]) -> str:
     )  # fmt: skip
 
 
+def ranks_table(rows: list[dict]) -> str:
+    header = ["tokens", "supervision", "density", "ranks", "rows", "dealt", "keys", "GB sent"]
+    header += ["of dense ring", "TFLOP", "largest/mean", "counted, small draft"]
+    ring = {
+        (r["tokens"], r["layout"]): r["bytes_sent_max"]
+        for r in rows
+        if (r["rows"], r["context"]) == ("dense", "ring")
+    }
+    return table(
+        header,
+        [
+            [
+                f"{r['tokens']:,}", r["layout"], f"{r['density']:.0%}", str(r["ranks"]),
+                r["rows"], r["dealt"], r["context"], f"{r['bytes_sent_max'] / 1e9:.3f}",
+                f"{r['bytes_sent_max'] / ring[r['tokens'], r['layout']]:.3f}",
+                f"{r['flops_max'] / 1e12:.1f}", f"{r['row_flops_max_over_mean']:.2f}",
+                f"{r['counted_bytes']:,}" if r["counted_bytes"] else "",
+            ]
+            for r in rows
+        ],
+    )  # fmt: skip
+
+
+def rank_memory_table(rows: list[dict]) -> str:
+    header = ["arm", "tokens", "density", "ranks", "peak MB of the largest rank", "of classic"]
+    header += ["MB sent", "s"]
+    classic = {r["tokens"]: r["peak_bytes"] for r in rows if r["arm"] == "classic"}
+    return table(
+        header,
+        [
+            [
+                r["arm"], f"{r['tokens']:,}", f"{r['density']:.0%}", str(r["ranks"]),
+                f"{r['peak_bytes'] / 1e6:,.0f}", f"{r['peak_bytes'] / classic[r['tokens']]:.2f}",
+                f"{r['bytes_sent'] / 1e6:,.1f}" if r["bytes_sent"] else "",
+                f"{r['seconds']:.1f}",
+            ]
+            for r in rows
+        ],
+    )  # fmt: skip
+
+
 def plot_guard(rows: list[dict], path: Path) -> None:
     """Trimmed against dense per backend: where a curve meets 1, trimming stops paying."""
     figure, axes = plt.subplots(figsize=(6, 4))
@@ -217,6 +258,18 @@ SECTIONS = (
         "row_sparse_head.jsonl",
         head_table,
         "python benchmarks/bench_row_sparse.py --head --head-tokens 4096 --kept 0.1 0.2 0.5 1.0",
+    ),
+    (
+        "Shared sequences: bytes and FLOPs per rank, a draft of Llama-3-8B's size",
+        "ranks.jsonl",
+        ranks_table,
+        "python benchmarks/bench_ranks.py --count",
+    ),
+    (
+        "Shared sequences: peak memory per rank",
+        "rank_memory.jsonl",
+        rank_memory_table,
+        "python benchmarks/bench_rank_memory.py",
     ),
     ("Three arms of the command", "arms.jsonl", arms_table, "python benchmarks/bench_arms.py"),
 )

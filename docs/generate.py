@@ -11,6 +11,7 @@ A draft config comes from the figures of its target in configs/targets (each wit
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -105,7 +106,10 @@ def recipe_files() -> dict[Path, str]:
         (data,) = config.data.train_data
         share, turns = SITUATIONS[Path(data).stem]
         cost = pack_cost(example_pack(config.data.max_length, share, turns), draft.dims)
-        memory = sum(training_memory(config, draft, device="cuda").values())
+        named = re.search(r"--nproc_per_node (\d+)", "".join(lines))
+        ranks = int(named[1]) if named else 1
+        parts = training_memory(config, draft, device="cuda", world_size=ranks)
+        memory = sum(parts.values())
         lines[at[0]] = (
             f"{PREDICTED}{memory / 1e9:.0f} GB per rank for the draft; {cost.fraction:.0%} of the "
             f"full work where {share:.0%} carries loss"

@@ -14,7 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from specforge_trim import draft_commands, regeneration
-from specforge_trim.config import Config, ConfigError, check_world, config_parser, resolve_config
+from specforge_trim.config import (
+    Config,
+    ConfigError,
+    check_world,
+    config_parser,
+    least_ranks,
+    resolve_config,
+)
 from specforge_trim.options import HelpFormatter, Parser, nearest
 from specforge_trim.provenance import package_versions
 from specforge_trim.running import Command, guarded
@@ -57,7 +64,9 @@ def train_command(argv: Sequence[str]) -> None:
     )  # fmt: skip
     arguments = parser.parse_args(argv)
     config = resolve_config(arguments, default_file=RECIPE)
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    # A plan needs no torchrun: alone, it is the plan of the fewest ranks that can run this.
+    alone = least_ranks(config) if arguments.dry_run else 1
+    ranks = int(os.environ.get("WORLD_SIZE", alone))
     check_world(config, ranks)
     if arguments.dry_run:
         from specforge_trim.dry_run import plan_of_run

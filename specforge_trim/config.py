@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specforge_trim import options
-from specforge_trim.config_checks import check_pairs, check_world, sequence_degrees
+from specforge_trim.config_checks import check_pairs, check_world, least_ranks, sequence_degrees
 from specforge_trim.config_sections import (
     AttentionConfig,
     DataConfig,
@@ -29,6 +29,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "check_world",
+    "least_ranks",
     "config_parser",
     "load_config",
     "resolve_config",

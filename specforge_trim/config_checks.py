@@ -208,6 +208,15 @@ def sequence_degrees(config: Any, world_size: int) -> tuple[int, int]:
     return ulysses, ring
 
 
+def least_ranks(config: Any) -> int:
+    """The fewest ranks that the settings can run on."""
+    ranks = 2 if config.parallel.fsdp else 1
+    if config.attention.attention_backend == "usp":
+        named = (config.parallel.sp_ulysses or 1) * (config.parallel.sp_ring or 1)
+        ranks = max(2, named)
+    return ranks
+
+
 def check_world(config: Any, world_size: int) -> None:
     """Refuses settings that do not fit the number of ranks."""
     if config.parallel.fsdp and world_size == 1:

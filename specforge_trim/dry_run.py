@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from specforge_trim.config import Config
+from specforge_trim.config_checks import sequence_degrees
 from specforge_trim.draft_commands import read_target_config
 from specforge_trim.draft_setup import draft_config, sized_draft
 from specforge_trim.model.draft import Eagle3Draft
@@ -67,21 +68,39 @@ def draft_size(config: DraftConfig) -> DraftSize:
     return DraftSize(parts, frozen)
 
 
-def training_memory(config: Config, draft: DraftConfig, *, device: str) -> dict[str, int]:
+def training_memory(
+    config: Config, draft: DraftConfig, *, device: str, world_size: int = 1
+) -> dict[str, int]:
     """Bytes on one device by what they hold, for one micro-batch of tokens_per_batch tokens."""
     size, item = draft_size(draft), _ITEM[config.train.dtype]
     width = 2 * draft.num_key_value_heads * draft.head_dim
     rows = config.attention.row_memory_mb or DEFAULT_ROW_MEMORY_MB[device]
     context = config.data.tokens_per_batch * draft.num_hidden_layers * width
     aux = config.attention.context_chunk_tokens * draft.num_aux_layers * draft.target_hidden_size
+    weights = 16 * size.trained
+    if config.parallel.fsdp:  # whole weights and gradients while a step's micro-batches run
+        weights = weights // world_size + 8 * size.trained
     return {
-        "weights, gradients, Adam (fp32)": 16 * size.trained,
+        "weights, gradients, Adam (fp32)": weights,
         "target's embedding (fp32)": 4 * size.frozen,
         "target's head": item * draft.vocab_size * draft.target_hidden_size,
-        "context keys, values, gradients": context * (item + 4),
+        "context keys, values, gradients": int(
+            context * (item + 4) * _context_share(config, world_size)
+        ),
         "one chunk of features": 2 * item * aux,
         "one row chunk": rows * MB,
     }
+
+
+def _context_share(config: Config, world_size: int) -> float:
+    """How much of a sequence's context keys and gradients one rank holds, in whole sequences."""
+    if config.attention.attention_backend != "usp" or world_size == 1:
+        return 1.0
+    ulysses, ring = sequence_degrees(config, world_size)
+    if config.parallel.sp_context == "gathered":
+        return 1 + 1 / (ulysses * ring)  # all, and the rank's own part before and after
+    # A ring holds its own part, the one it attends to and the one that arrives.
+    return (3 if ring > 1 else 2) / (ulysses * ring)
 
 
 def plan_of_run(config: Config, *, world_size: int) -> str:
@@ -108,13 +127,13 @@ def plan_of_run(config: Config, *, world_size: int) -> str:
         ("steps", f"K = {config.loss.ttt_length}, {config.loss.loss_alignment}, "
                   f"{config.loss.chain}"),
         ("trimming", _trimming(config)),
-        ("ranks", f"{world_size} x {device}, {config.attention.attention_backend}"),
+        ("ranks", f"{world_size} x {device}, {_sharing(config, world_size)}"),
     ]  # fmt: skip
     width = max(len(name) for name, _ in rows)
     lines += [f"{name:<{width}}  {value}" for name, value in rows]
     lines += [f"note: {note}" for note in draft.notes]
     lines += ["", *_parameter_table(draft_size(draft))]
-    memory = training_memory(config, draft, device=device)
+    memory = training_memory(config, draft, device=device, world_size=world_size)
     cells = [(name, f"{value / MB:,.0f}") for name, value in memory.items()]
     cells.append(("all, per rank", f"{sum(memory.values()) / MB:,.0f}"))
     lines += ["", *table(("memory of training", "MB"), cells)]
@@ -178,6 +197,17 @@ def _layers(draft: DraftConfig) -> str:
     return ", ".join(map(str, draft.aux_layers))
 
 
+def _sharing(config: Config, world_size: int) -> str:
+    backend = config.attention.attention_backend
+    if config.parallel.fsdp:
+        backend += ", fsdp"
+    if config.attention.attention_backend != "usp" or world_size == 1:
+        return backend
+    ulysses, ring = sequence_degrees(config, world_size)
+    kind = config.parallel.sp_context
+    return f"{backend}: {ulysses * ring} share a sequence, keys {kind}"
+
+
 def _trimming(config: Config) -> str:
     trim = config.trim
     if not trim.trim_loss_positions:
@@ -228,7 +258,11 @@ def _data_lines(config: Config, draft: DraftConfig, world_size: int) -> list[str
             f"({len(stats)} conversations looked at)"
         )
     batches = math.ceil(tokens / config.data.tokens_per_batch)
-    steps = math.ceil(batches / (world_size * config.train.accumulate)) * config.train.epochs
+    sharing = 1
+    if config.attention.attention_backend == "usp":
+        sharing = math.prod(sequence_degrees(config, world_size))
+    per_step = world_size // sharing * config.train.accumulate
+    steps = math.ceil(batches / per_step) * config.train.epochs
     lines.append(f"steps: about {steps:,}" + _cap(config))
     return lines
 

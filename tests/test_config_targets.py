@@ -26,9 +26,12 @@ from transformers import (
 )
 
 from specforge_trim.cli import main, train_main
+from specforge_trim.config import Config
+from specforge_trim.dry_run import training_memory
 from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.model.draft_config import DraftConfig
 from specforge_trim.model.make_config import draft_for_target
+from specforge_trim.options import build
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*-eagle3.json"))
@@ -186,3 +189,39 @@ def test_a_plan_knows_prepared_data_and_loads_no_weights(tmp_path, capsys):
     plan = capsys.readouterr().out
     assert "data: 6 conversations" in plan and "kept work with both trim flags" in plan
     assert "steps: about 1" in plan and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks"), [("qwen3-32b-long-context-64k", 4), ("qwen3-coder-480b-agent-128k", 8)]
+)
+def test_recipes_of_long_contexts_share_sequences(recipe, ranks, capsys, monkeypatch):
+    """Planned without torchrun for the fewest ranks that can run them."""
+    monkeypatch.chdir(ROOT)
+    assert train_main(["--dry-run", "--config", f"examples/{recipe}.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert f"{ranks} x cuda, usp: {ranks} share a sequence, keys gathered" in out
+    assert "all, per rank" in out
+
+
+def test_memory_of_shared_keys_and_split_weights():
+    """Draft of width 64 with 2 heads of 16: keys and values 64 numbers a token, 10 bytes each."""
+    draft = DraftConfig(
+        hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=64, draft_vocab_size=64, target_hidden_size=64,
+        max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    base = {"dtype": "bfloat16", "tokens_per_batch": 1000}
+    usp = {"attention_backend": "usp", "local_attention": "sdpa"}
+
+    def parts(ranks, **changes):
+        config = build(Config, base | changes)
+        found = training_memory(config, draft, device="cuda", world_size=ranks)
+        return found["context keys, values, gradients"], found["weights, gradients, Adam (fp32)"]
+
+    whole = 1000 * 64 * (2 + 4)
+    assert parts(1)[0] == parts(4)[0] == whole
+    assert parts(4, **usp)[0] == whole * 5 // 4
+    assert parts(4, **usp, sp_context="ring")[0] == whole * 3 // 4
+    assert parts(4, **usp, sp_context="ulysses")[0] == whole // 2
+    trained = parts(1)[1] // 16
+    assert parts(4, fsdp=True)[1] == 12 * trained

@@ -9,6 +9,8 @@ One world per rank count runs all cases; rank 0 compares with the whole batch co
 """
 
 import dataclasses
+import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from ranks import own_part, run_world, some_documents
 from test_stages_classic import run_classic
 from ttt_case import make_batch, make_case, make_pack
 
+from specforge_trim.attention.context_kv import segment_parts
 from specforge_trim.objective.teacher import Teacher
 from specforge_trim.parallel.layout import make_layout
 from specforge_trim.plan.shard import SequenceSplit, bytes_sent
@@ -90,10 +93,9 @@ def many_ranks(world, layout, case, dense, *, rows="dealt", backend="sdpa", redu
         pack, dims = make_pack(own, dense=dense), case.model.config.dims
         batch = own_part(own, pack, split, chunk_rows=5, dims=dims)
     reducer.begin()
-    if layout.sequence is not None:
-        layout.sequence.sent.clear()
-        if layout.ring is not None:
-            layout.ring.sent.clear()
+    for group in (layout.sequence, layout.ulysses, layout.ring):
+        if group is not None:
+            group.sent.clear()
     sums = torch.zeros(5, STEPS, dtype=torch.float64)
     if batch is None:
         reducer.rows_done()
@@ -119,15 +121,12 @@ def many_ranks(world, layout, case, dense, *, rows="dealt", backend="sdpa", redu
 
 def check_bytes(layout, split, batch, config):
     """What the plan says is sent equals what was counted where it was sent."""
-    if config.num_hidden_layers > 1 or (split.ulysses > 1 and not split.gathered):
+    if config.num_hidden_layers > 1:
         return
-    counted = layout.sequence.bytes_sent
-    if not split.gathered:
-        counted += layout.ring.bytes_sent
+    groups = (layout.sequence, layout.ulysses, layout.ring)
+    counted = sum(group.bytes_sent for group in groups if group is not None)
     planned = 0 if batch.shard.is_empty else bytes_sent(
-        batch.shard, split, batch.chunks,
-        kv_width=config.num_key_value_heads * config.head_dim, hidden=config.hidden_size,
-        itemsize=8, grad_itemsize=8,
+        batch.shard, split, batch.chunks, config.dims, itemsize=8, grad_itemsize=8
     )  # fmt: skip
     assert counted == planned, (counted, planned)
 
@@ -179,8 +178,10 @@ def equality_main(world, whole):
                 if world.is_main:
                     compare(f"{name}, {mask}, dense {dense}", found, expected)
     deeper_main(world, layouts["gathered, dealt"][0])
-    fsdp_main(world)
+    fsdp_main(world, whole)
     positions_main(world)
+    mask_main(world, layouts)
+    layers_main(world, layouts)
     classic_main(world)
     if world.size == 4:
         accumulation_main(world)
@@ -196,12 +197,13 @@ def deeper_main(world, layout):
             compare(f"gathered {changes}", found, expected)
 
 
-def fsdp_main(world):
+def fsdp_main(world, whole):
     layouts = {"fsdp": make_layout(world)}
     layouts["fsdp x gathered"] = make_layout(world, ring=2)
     layouts["fsdp x ring"] = make_layout(world, ring=2, splits_context=True)
+    short = (("rank boundaries", False), ("one point", False), ("all ones", True))
     for name, layout in layouts.items():
-        for mask, dense in (("rank boundaries", False), ("one point", False), ("all ones", True)):
+        for mask, dense in itertools.product(MASKS, (False, True)) if whole else short:
             expected = one_rank(new_case(mask), dense)
             found = many_ranks(world, layout, new_case(mask), dense, reducer=FullySharded)
             if world.is_main:
@@ -222,6 +224,34 @@ def positions_main(world):
         starts = torch.zeros(world.size, dtype=torch.int64)
         starts[world.rank] = batch.shard.tokens[0]
         assert world.sum(starts).tolist() == [36 // world.size * r for r in range(world.size)]
+
+
+def mask_main(world, layouts):
+    """With the mask off, rows see later keys: the comparison of this file must see that.
+
+    Runs lose their causal mask, groups their own; the shapes and counts stay as they were.
+    """
+    for name in ("gathered, dealt", "ring", "ulysses"):
+        layout = layouts[name][0]
+        case = new_case("rank boundaries")
+        expected = one_rank(case, False)
+        with mock.patch("specforge_trim.attention.context_kv.segment_parts", unmasked_parts):
+            found = many_ranks(world, layout, case, False)
+        with pytest.raises(AssertionError, match=name):
+            compare(name, found, expected)
+
+
+def unmasked_parts(segment, **options):
+    for part in segment_parts(segment, **options):
+        mask = None if part.mask is None else torch.ones_like(part.mask)
+        yield dataclasses.replace(part, causal=False, mask=mask)
+
+
+def layers_main(world, layouts):
+    """Split homes are for one layer, and say so before anything is sent."""
+    case = new_case("rank boundaries", layers=2)
+    with pytest.raises(ValueError, match="one layer.*has 2.*gathered"):
+        many_ranks(world, layouts["ring"][0], case, False)
 
 
 def classic_main(world):

@@ -26,6 +26,7 @@ from specforge_trim.model.draft_config import DraftConfig
 from specforge_trim.objective.teacher import Teacher
 from specforge_trim.train import loop
 from specforge_trim.train.batch import PlanSettings, make_batch
+from specforge_trim.train.gradients import Replicated
 from specforge_trim.train.metrics import count_step, metrics_row
 from specforge_trim.train.stages import StepSettings, ttt_step
 
@@ -129,11 +130,14 @@ def logged(world, model, teacher, batches, *, steps, kind="rows"):
     counts = count_step(batches, ttt_length=steps, world=world)
     denominators = loop._denominators(counts, kind)
     settings = StepSettings(compute_dtype=torch.float64)
+    reducer = Replicated(model, world)
+    reducer.begin()
     results = [
         ttt_step(model, batch, teacher=teacher, denominators=denominators, settings=settings)
         for batch in batches
     ]
-    distributed.sum_gradients(model.parameters(), world)
+    reducer.rows_done()
+    reducer.finish()
     return metrics_row(loop._sum_results(results, steps, world), counts, decay=0.8)
 
 

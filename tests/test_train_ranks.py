@@ -11,10 +11,12 @@ import socket
 import torch
 import torch.multiprocessing as mp
 from torch import nn
+from ttt_case import make_case
 
 from specforge_trim import distributed
 from specforge_trim.distributed import PeerFailed, World
 from specforge_trim.train import checkpoint as ck
+from specforge_trim.train.gradients import Replicated
 from specforge_trim.train.optimizer import build_optimizer
 
 
@@ -29,22 +31,36 @@ def check_agreement(world):
     assert world.sum(torch.tensor([1.0, world.rank])).tolist() == [2.0, 1.0]
 
 
+def trainable(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def reduced(model, world, own):
+    """Gradients after the reduction; own: those of this rank, None = it has none at all."""
+    model.zero_grad(set_to_none=True)
+    for p, grad in zip(trainable(model), own or [], strict=own is not None):
+        p.grad = grad.clone()
+    reducer = Replicated(model, world)
+    reducer.begin()
+    reducer.rows_done()
+    reducer.finish()
+    return [p.grad for p in trainable(model)]
+
+
 def check_gradients(world):
-    model = small_model().double()
-    if world.rank == 0:  # rank 1 has no supervised row and so no gradient at all
-        model(torch.ones(4, 3, dtype=torch.float64)).sum().backward()
-        own = [p.grad.clone() for p in model.parameters()]
-    distributed.sum_gradients(model.parameters(), world)
-    if world.rank == 0:
-        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), own, strict=True))
-    model.zero_grad()
-    model(torch.full((2, 3), 1.0 + world.rank, dtype=torch.float64)).sum().backward()
-    distributed.sum_gradients(model.parameters(), world)
-    whole = small_model().double()
-    for value in (1.0, 2.0):
-        whole(torch.full((2, 3), value, dtype=torch.float64)).sum().backward()
-    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
-        assert torch.allclose(p.grad, q.grad, rtol=1e-14)
+    model = make_case([[1, 1, 0]]).model
+    gen = torch.Generator().manual_seed(3)
+    own = [
+        [torch.randn(p.shape, generator=gen, dtype=p.dtype) for p in trainable(model)]
+        for _ in range(world.size)
+    ]
+    # Rank 1 has no supervised row and so no gradient at all.
+    found = reduced(model, world, own[0] if world.rank == 0 else None)
+    assert len(found) > 10
+    assert all(torch.equal(g, w) for g, w in zip(found, own[0], strict=True))
+    found = reduced(model, world, own[world.rank])
+    for g, a, b in zip(found, *own, strict=True):
+        assert torch.allclose(g, a + b, rtol=1e-14)
 
 
 def check_failures(world):
@@ -132,7 +148,6 @@ def test_train_single_process_needs_no_group(monkeypatch):
     assert (world.rank, world.size, world.group) == (0, 1, None)
     world.barrier()
     assert world.first(lambda: 3) == 3
-    model = small_model()
-    distributed.sum_gradients(model.parameters(), world)
-    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    found = reduced(make_case([[1, 1, 0]]).model, world, None)
+    assert all(g is not None and not g.any() for g in found)
     distributed.stop(world)

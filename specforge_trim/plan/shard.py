@@ -229,34 +229,42 @@ def bytes_sent(
     shard: Shard,
     split: SequenceSplit,
     chunks: Sequence[RowChunk],
+    dims: DraftDims,
     *,
-    kv_width: int,
-    hidden: int,
     itemsize: int,
     grad_itemsize: int = 4,
 ) -> int:
-    """Bytes this rank sends to others for one batch and layer, gradients of weights aside.
+    """Bytes this rank sends to others for one batch of a one-layer draft, weights aside.
 
-        gathered   (P-1) * block * 2 * kv_width * (itemsize + grad_itemsize), once
-        ring       per chunk and step, of the block's 2 * kv_width: 2 (P-1) times keys and values
-                   (forward and backward) and P times their gradients
-        both       hidden * itemsize per row computed elsewhere, there and back
+        gathered  (P-1) * block * 2 M H * (item + grad), once
+        ring      per chunk and step, of the block's 2 M H: 2 (W-1) times keys and values (forward
+                  and backward) and W times their gradients
+        Ulysses   once, (U-1)/U of the block's keys, values and gradients; per chunk and step,
+                  (U-1)/U of own queries, then of merged o, its gradient and queries again, with
+                  lse; and for each of the others' rows, 1/U of o, lse and dq
+        all       D * item per row computed elsewhere, there and back
 
-    kv_width: key/value heads * head dim. itemsize, grad_itemsize: of keys and of their gradients.
-    Raises ValueError for a split of heads (Ulysses), which this does not count.
+    itemsize: bytes of an activation. grad_itemsize: of a key's gradient and of lse.
     """
-    if split.ulysses > 1 and not split.gathered:
-        raise ValueError(f"ulysses={split.ulysses}: bytes are counted for gathered and ring only")
-    others = split.size - 1
     rows = sum(shard.send) + sum(shard.receive)
     rows -= shard.send[split.rank] + shard.receive[split.rank]
-    exchange = rows * hidden * itemsize
-    window = shard.block * 2 * kv_width
+    exchange = rows * dims.hidden * itemsize
+    window = shard.block * 2 * dims.kv_heads * dims.head_dim
     if split.gathered:
-        return others * window * (itemsize + grad_itemsize) + exchange
-    calls = sum(len(chunk.steps) for chunk in chunks)
-    per_call = window * (2 * others * itemsize + split.size * grad_itemsize)
-    return calls * per_call + exchange
+        return (split.size - 1) * window * (itemsize + grad_itemsize) + exchange
+    others, turns = split.ulysses - 1, split.ring - 1
+    total = exchange + others * (window // split.ulysses) * (itemsize + grad_itemsize)
+    heads = dims.heads // split.ulysses
+    for step in (step for chunk in chunks for step in chunk.steps):
+        if turns:
+            total += window * (2 * turns * itemsize + split.ring * grad_itemsize)
+        if others:
+            own = step.peers[split.rank - split.neighbours.start]
+            theirs = sum(step.peers) - own
+            sent = others * own * (4 * dims.head_dim * itemsize + grad_itemsize)
+            sent += theirs * (2 * dims.head_dim * itemsize + grad_itemsize)
+            total += heads * sent
+    return total
 
 
 def _even_edges(total: int, size: int) -> list[int]:

@@ -113,7 +113,15 @@ def ttt_step(
 
     Returns:
         Metric sums per TTT step on the model's device; nothing is read back here.
+
+    Raises:
+        ValueError: a draft of several layers whose context keys would stay split over ranks.
     """
+    if layout.splits_context and model.config.num_hidden_layers > 1:
+        raise ValueError(
+            "context keys that stay split over ranks work for drafts of one layer, this one has "
+            f"{model.config.num_hidden_layers}: gather them (sp_context = 'gathered')"
+        )
     ensure_gradients(model)
     stream = _stream(batch, model.fc.weight.device)
     rows = _RowStage(model, batch, stream, teacher, denominators, settings)
