@@ -37,7 +37,8 @@ EPS, THETA = 1e-5, 10000.0
 
 # Prototype sizes; Llama-3-8B's proportions (heads 4:1, MLP 3.5 D, Vd 7.8 D) at 1/8 width, with
 # heads of half its size so that two key/value heads are left: with one, torch's CPU flash backward
-# runs on one thread (docs/LOG.md); and its real sizes, for a GPU. `counting`: for what does not depend on sizes.
+# runs on one thread (docs/LOG.md); and its real sizes, for a GPU. `counting` is for
+# what does not depend on sizes.
 SIZES = {
     "prototype": dict(hidden=512, heads=8, kv_heads=2, head_dim=64, mlp=1408, draft_vocab=4096),
     "llama": dict(hidden=512, heads=8, kv_heads=2, head_dim=64, mlp=1792, draft_vocab=4000),

@@ -1,4 +1,4 @@
-"""Ranks: start-up, agreement, and who speaks.
+"""Ranks: start-up, agreement, and the sum of gradients.
 
 Nothing here is global: `start()` returns a frozen `World` that is passed to whoever needs it.  A
 single process without torchrun is a World of size 1 whose collectives do nothing.  Control
@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -196,3 +196,25 @@ def stop(world: World) -> None:
     """Leaves the group; without effect for a single process."""
     if world.group is not None and dist.is_initialized():
         dist.destroy_process_group()
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Iterable[torch.nn.Parameter], world: World) -> None:
+    """Replaces every trainable parameter's gradient by its sum over ranks, in fp32 or wider.
+
+    One flat all_reduce.  A parameter without gradient counts as zeros, so that a rank without a
+    supervised row sends the same bytes as the others; afterwards every gradient exists.
+    """
+    trainable = [p for p in parameters if p.requires_grad]
+    for p in trainable:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    if world.group is None or not trainable:
+        return
+    wide = torch.float64 if any(p.dtype == torch.float64 for p in trainable) else torch.float32
+    flat = torch.cat([p.grad.flatten().to(wide) for p in trainable])  # type: ignore[union-attr]
+    world.sum(flat)
+    parts = flat.split([p.numel() for p in trainable])
+    for p, part in zip(trainable, parts, strict=True):
+        assert p.grad is not None
+        p.grad.copy_(part.view_as(p))

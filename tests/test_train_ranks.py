@@ -35,11 +35,17 @@ def trainable(model):
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def reduced(model, world, own):
-    """Gradients after the reduction; own: those of this rank, None = it has none at all."""
+def reduced(model, world, own, *, flat=False):
+    """Gradients after the reduction; own: those of this rank, None = it has none at all.
+
+    flat: in one sum, as dense language models are trained; otherwise in two buckets.
+    """
     model.zero_grad(set_to_none=True)
     for p, grad in zip(trainable(model), own or [], strict=own is not None):
         p.grad = grad.clone()
+    if flat:
+        distributed.sum_gradients(model.parameters(), world)
+        return [p.grad for p in trainable(model)]
     reducer = Replicated(model, world)
     reducer.begin()
     reducer.rows_done()
@@ -54,13 +60,14 @@ def check_gradients(world):
         [torch.randn(p.shape, generator=gen, dtype=p.dtype) for p in trainable(model)]
         for _ in range(world.size)
     ]
-    # Rank 1 has no supervised row and so no gradient at all.
-    found = reduced(model, world, own[0] if world.rank == 0 else None)
-    assert len(found) > 10
-    assert all(torch.equal(g, w) for g, w in zip(found, own[0], strict=True))
-    found = reduced(model, world, own[world.rank])
-    for g, a, b in zip(found, *own, strict=True):
-        assert torch.allclose(g, a + b, rtol=1e-14)
+    for flat in (False, True):
+        # Rank 1 has no supervised row and so no gradient at all.
+        found = reduced(model, world, own[0] if world.rank == 0 else None, flat=flat)
+        assert len(found) > 10
+        assert all(torch.equal(g, w) for g, w in zip(found, own[0], strict=True))
+        found = reduced(model, world, own[world.rank], flat=flat)
+        for g, a, b in zip(found, *own, strict=True):
+            assert torch.allclose(g, a + b, rtol=1e-14)
 
 
 def check_failures(world):
@@ -148,6 +155,7 @@ def test_train_single_process_needs_no_group(monkeypatch):
     assert (world.rank, world.size, world.group) == (0, 1, None)
     world.barrier()
     assert world.first(lambda: 3) == 3
-    found = reduced(make_case([[1, 1, 0]]).model, world, None)
-    assert all(g is not None and not g.any() for g in found)
+    for flat in (False, True):
+        found = reduced(make_case([[1, 1, 0]]).model, world, None, flat=flat)
+        assert found and all(g is not None and not g.any() for g in found)
     distributed.stop(world)
