@@ -9,6 +9,7 @@ Letters: T tokens, D width, N heads, M key/value heads, H head dim, Vd draft voc
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -166,6 +167,29 @@ def _project(w, shape, aux):
     return aux @ w["fc.weight"].T
 
 
+LAYER = "midlayer."
+
+
+def _frequencies(shape):
+    return shape.theta ** -(
+        torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
+    )
+
+
+def _heads(w, name, z, shape):
+    x = z @ w[f"{LAYER}self_attn.{name}_proj.weight"].T
+    return x.unflatten(-1, (-1, shape.head_dim))
+
+
+def _finish(w, hidden, attended, shape):
+    """o projection and MLP with their residuals."""
+    r = hidden + attended.flatten(1) @ w[LAYER + "self_attn.o_proj.weight"].T
+    y = _rms(r, w[LAYER + "post_attention_layernorm.weight"], shape.eps)
+    gate = F.silu(y @ w[LAYER + "mlp.gate_proj.weight"].T)
+    up = y @ w[LAYER + "mlp.up_proj.weight"].T
+    return r + (gate * up) @ w[LAYER + "mlp.down_proj.weight"].T
+
+
 def classic_losses(
     params,
     shape,
@@ -190,34 +214,25 @@ def classic_losses(
     own teachers, and a context that knows the others (classic_ring.py).
     """
     w = {n: p.to(dtype) for n, p in params.items()}
-    lengths = cu.diff().tolist()
-    bounds = list(zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True))
     index = torch.arange(lo, lo + aux.shape[0])
-    positions = torch.cat([torch.arange(n) for n in lengths])[index].to(ids.device)
+    positions = torch.cat([torch.arange(n) for n in cu.diff().tolist()])[index].to(ids.device)
     doc_end = torch.repeat_interleave(cu[1:], cu.diff())[index].to(ids.device)
     index = index.to(ids.device)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    inv = shape.theta ** -(
-        torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim
-    )
     scale = shape.head_dim**-0.5
-    context = context or WholeContext(bounds, scale)
+    context = context or WholeContext(list(itertools.pairwise(cu.tolist())), scale)
     hidden = _project(w, shape, aux.to(dtype))
-    layer = "midlayer."
     own_k, own_v, losses = [], [], []
-    inv = inv.to(ids.device)
+    inv = _frequencies(shape).to(ids.device)
     k0 = v0 = None
     for i in range(steps):
         shifted = index + 1 + i
         token = torch.where(shifted < doc_end, ids[shifted.clamp(max=ids.shape[0] - 1)], 0)
-        e = _rms(w["embed_tokens.weight"][token], w[layer + "input_layernorm.weight"], shape.eps)
-        z = torch.cat([e, _rms(hidden, w[layer + "hidden_norm.weight"], shape.eps)], -1)
+        e = _rms(w["embed_tokens.weight"][token], w[LAYER + "input_layernorm.weight"], shape.eps)
+        z = torch.cat([e, _rms(hidden, w[LAYER + "hidden_norm.weight"], shape.eps)], -1)
         angle = ((positions + i).to(wide)[:, None] * inv.to(wide))[:, None]
         cos, sin = angle.cos(), angle.sin()
-        q, k, v = (
-            (z @ w[f"{layer}self_attn.{n}_proj.weight"].T).unflatten(-1, (-1, shape.head_dim))
-            for n in "qkv"
-        )
+        q, k, v = (_heads(w, n, z, shape) for n in "qkv")
         q, k = _rope(q, cos, sin), _rope(k, cos, sin)
         if i == 0:
             k0, v0 = k, v
@@ -225,17 +240,11 @@ def classic_losses(
             own_k.append(k)
             own_v.append(v)
         attended = ClassicAttention.apply(context, scale, q, k0, v0, *own_k, *own_v)
-        r = hidden + attended.flatten(1) @ w[layer + "self_attn.o_proj.weight"].T
-        y = _rms(r, w[layer + "post_attention_layernorm.weight"], shape.eps)
-        gate = F.silu(y @ w[layer + "mlp.gate_proj.weight"].T)
-        out = r + (gate * (y @ w[layer + "mlp.up_proj.weight"].T)) @ (
-            w[layer + "mlp.down_proj.weight"].T
-        )
+        out = _finish(w, hidden, attended, shape)
         t, s = rows[i]
         normed = _rms(out if shape.norm_output else out[t], w["norm.weight"], shape.eps)
         logits = (normed[t] if shape.norm_output else normed) @ w["lm_head.weight"].T
-        log_q = torch.log_softmax(logits.to(wide), -1)
-        cross_entropy = -(probs[s].to(wide) * log_q).sum(-1)
+        cross_entropy = -(probs[s].to(wide) * torch.log_softmax(logits.to(wide), -1)).sum(-1)
         losses.append((cross_entropy * in_vocab[s]).sum())
         hidden = normed if shape.norm_output else out
     return losses
