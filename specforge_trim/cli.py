@@ -52,7 +52,9 @@ def train_command(argv: Sequence[str]) -> None:
     parser = config_parser(
         "train_eagle3.py",
         "Trains an EAGLE-3 draft. Data, features and checkpoints that are there are reused, so\n"
-        "the same command continues an interrupted run.\n\n"
+        "the same command continues an interrupted run. SIGTERM and SIGINT (Ctrl-C) finish the\n"
+        "step and save; a second one ends at once. Exit codes: 0 done, 2 error, 130 SIGINT,\n"
+        "143 SIGTERM (torchrun turns those into 1).\n\n"
         "example:\n"
         "  torchrun --nproc_per_node 2 train_eagle3.py --config examples/quickstart.yaml \\\n"
         "      --trim-loss-positions --trim-backbone-rows",

@@ -54,8 +54,12 @@ class TrainConfig:
     save_every: int = option(
         200, "optimizer steps between checkpoints; 0 = only at the end", at_least=0
     )
-    keep_checkpoints: int = option(2, "newest checkpoints kept on disk", at_least=1)
-    resume: bool = option(True, "continue from the newest complete checkpoint in output_dir")
+    keep_checkpoints: int = option(
+        2, "newest checkpoints kept on disk; the best one stays too", at_least=1
+    )
+    resume: bool = option(
+        True, "continue from the newest whole checkpoint in output_dir; no = remove them"
+    )
     log_every: int = option(1, "optimizer steps between lines of metrics.jsonl", at_least=1)
 
     def __post_init__(self) -> None:

@@ -38,6 +38,8 @@ def _warm(main: Callable[..., None], arguments: tuple, report: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
+    import torch._dynamo  # noqa: F401, the optimizer's first step would import it in every child
+
     from specforge_trim import pipeline, results  # noqa: F401
     from specforge_trim.cli import quiet_transformers
 

@@ -5,8 +5,10 @@ reports, `| head` taken for a fault, a real broken pipe kept quiet, two runs in 
 a folder that stays locked after its run, half a minute of waiting for a hub that is not there.
 """
 
+import fcntl
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,14 +16,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import constants
 
 from specforge_trim import running
-from specforge_trim.distributed import PeerFailed
+from specforge_trim.distributed import PeerFailed, Stopped, World
 from specforge_trim.options import ConfigError
 from specforge_trim.running import guarded
 from specforge_trim.target.hub import check_hub
-from specforge_trim.train.run_lock import hold
+from specforge_trim.train.run_lock import hold, only_run
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -105,7 +108,69 @@ def test_another_broken_pipe_is_an_error(capfd):
     assert capfd.readouterr().err == "error: loader is gone\n"
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_a_signal_stopped_ends_with_its_code(rank, number, torchrun_rank, capfd):
+    note = torchrun_rank(rank)
+    assert guarded(raises(Stopped(number, "stopped after step 7")), []) == 128 + number
+    assert capfd.readouterr().err == ("" if rank else "stopped after step 7\n")
+    assert note()["message"] == "stopped after step 7"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_command_with_one_line_and_its_code(number, capfd, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def command(argv):
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+
+    try:
+        assert guarded(command, []) == 128 + number
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capfd.readouterr().err == "interrupted; run the same command to go on\n"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 # ---------------------------------------------------------------------- one run per folder
+
+
+def test_a_run_that_wrote_nothing_leaves_nothing(tmp_path):
+    alone = World(rank=0, size=1, device=torch.device("cpu"))
+    (tmp_path / "old").mkdir()
+    for folder in (tmp_path / "new" / "run", tmp_path / "old"):
+        with pytest.raises(ValueError, match="refused"), only_run(folder, alone):
+            assert [p.name for p in folder.iterdir()] == [".lock"]
+            raise ValueError("refused")
+    assert [p.name for p in tmp_path.iterdir()] == ["old"] and not list(tmp_path.glob("*/*"))
+    with only_run(tmp_path / "new" / "run", alone):
+        (tmp_path / "new" / "run" / "metrics.jsonl").touch()
+    assert [p.name for p in (tmp_path / "new" / "run").iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_lock_that_its_run_has_just_removed_is_not_taken_for_ours(tmp_path, monkeypatch):
+    """Between opening the file and locking it, the run before may end and remove it."""
+    lockf, calls = fcntl.lockf, []
+
+    def late(file, kind):
+        if not calls:
+            (tmp_path / ".lock").unlink()
+        calls.append(kind)
+        lockf(file, kind)
+
+    monkeypatch.setattr(fcntl, "lockf", late)
+    file = hold(tmp_path)
+    assert len(calls) == 2 and os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+    file.close()
+
+
+def test_an_output_folder_that_cannot_be_made_is_named_with_its_setting():
+    with pytest.raises(
+        OSError, match="output_dir = '/proc/run/x' cannot be written.*--output-dir"
+    ):
+        hold(Path("/proc/run/x"))
 
 
 HOLD = """

@@ -5,7 +5,10 @@ run that differs from a full one, ranks that differ from accumulation, a draft t
 way through a checkpoint and an export, work that is done again although its result is there.
 """
 
+import json
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +26,8 @@ from specforge_trim.config import load_config
 from specforge_trim.distributed import PeerLost, World
 from specforge_trim.export import load_draft
 from specforge_trim.train import checkpoint as checkpoints
+from specforge_trim.train import loop
+from specforge_trim.train.checkpoint_files import write_meta
 from specforge_trim.train.loop import train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,6 +86,62 @@ def test_train_path_resumed_run_equals_the_straight_one(place, straight, capfd):
     assert f"max_steps {len(straight)} -> None" in capfd.readouterr().err
     assert [row["step"] for row in resumed] == [row["step"] for row in straight]
     assert losses(resumed) == losses(straight)
+
+
+def test_train_path_a_checkpoint_says_how_it_came_about(place, straight):
+    found = checkpoints.newest(place / "straight" / "checkpoints").meta
+    made = found["provenance"]
+    assert made["packages"]["torch"] == torch.__version__ and "commit" in made
+    assert made["config"]["loss"]["ttt_length"] == 3 and "arguments" in made
+    assert len(found["identity"]["target"]) >= 16 and len(found["identity"]["data"]) == 64
+    assert found["plan"]["chunk_rows"] > 0 and found["plan"]["trim_backbone_rows"] is True
+    progress, steps = found["progress"], len(straight)
+    assert (found["step"], progress["total_steps"], progress["epoch"]) == (steps, steps, 1)
+    assert progress["step_of_epoch"] == sum(row["epoch"] == 1 for row in straight)
+    assert (found["world_size"], found["random"]) == (1, ["cpu"])
+
+
+def test_train_path_another_order_of_documents_is_no_continuation(place, straight, capsys):
+    """As if a version of the package that deals documents otherwise went on."""
+    shutil.copytree(place / "straight", place / "dealt")
+    path = checkpoints.newest(place / "dealt" / "checkpoints").path / "meta.json"
+    meta = json.loads(path.read_text())
+    meta["progress"]["order"] = "00000000"
+    files = {name: entry["crc32"] for name, entry in meta.pop("files").items()}
+    del meta["meta_crc32"]
+    write_meta(path.parent, meta, files)
+    argv = ["--config", str(place / "recipe.yaml"), "--output-dir", str(place / "dealt")]
+    assert train_main([*argv, *TRIM]) == 2
+    assert "has seen other documents" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_train_path_a_signal_lets_the_step_be_finished_and_saved(
+    place, straight, number, monkeypatch, capfd
+):
+    step, calls = loop.ttt_step, []
+
+    def signalled(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), number)
+        return step(*args, **kwargs)
+
+    out = place / f"signal-{number}"
+    argv = ["--config", str(place / "recipe.yaml"), "--output-dir", str(out), *TRIM]
+    before = (
+        signal.getsignal(signal.SIGTERM),
+        signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    monkeypatch.setattr(loop, "ttt_step", signalled)
+    assert train_main(argv) == 128 + number
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before[1])
+    assert signal.getsignal(signal.SIGTERM) == before[0]
+    assert "stopped after step 3, which is saved" in capfd.readouterr().err
+    assert checkpoints.newest(out / "checkpoints").step == len(rows(out)) == 3
+    assert losses(run(place, out.name, *TRIM)) == losses(straight)
 
 
 @pytest.mark.parametrize("flags", [(), TRIM[:1]], ids=["no trimming", "loss only"])

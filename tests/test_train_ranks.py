@@ -6,6 +6,7 @@ that another number of ranks cannot read.
 """
 
 import os
+import shutil
 import socket
 
 import torch
@@ -85,7 +86,24 @@ def check_failures(world):
         world.together(fail)
     except (OSError, PeerFailed) as error:
         assert type(error) is (OSError, PeerFailed)[world.rank]
+    # Rank 0 only heard of a failure elsewhere; the rank that can say why is still the one to.
+    try:
+        world.together(lambda: heard() if world.rank == 0 else fail())
+    except (OSError, PeerFailed) as error:
+        assert type(error) is (PeerFailed, OSError)[world.rank]
+    try:
+        world.together(heard)
+    except PeerFailed as error:
+        assert str(error) == ("elsewhere" if world.rank == 0 else "rank 0 could not go on")
+    assert world.voted(lambda: "done", lambda: 15 * world.rank) == ("done", 15)
+    assert world.voted(lambda: "done", lambda: 0) == ("done", 0)
+    assert world.share(("it", world.rank)) == ("it", 0)
+    assert world.gather({"rank": world.rank}) == [{"rank": 0}, {"rank": 1}]
     world.barrier()  # collectives still match
+
+
+def heard():
+    raise PeerFailed("elsewhere")
 
 
 def fail():
@@ -118,6 +136,42 @@ def check_checkpoint(world, folder):
     ck.restore(ck.newest(folder), model=other, optimizer=optimizer, world=world)
     assert torch.equal(torch.rand(2), drawn)  # each rank its own random state
     assert torch.equal(other[0].weight, model[0].weight)
+    check_damage(world, folder, model, optimizer)
+
+
+def check_damage(world, folder, model, optimizer):
+    """Only one rank reads the damaged file; both fall back to the same checkpoint."""
+    for step in (2, 3):
+        ck.save(
+            folder,
+            step=step,
+            model=model,
+            optimizer=optimizer,
+            world=world,
+            identity={},
+            provenance={},
+            progress={"skipped_steps": 0},
+            plan={},
+            keep=5,
+        )
+    for n, name in enumerate((".metadata", "__0_0.distcp", "__1_0.distcp")):
+        file = folder / "step-00000003" / name
+        assert sorted(p.name for p in file.parent.iterdir()).index(name) % 2 == n % 2
+        whole = file.read_bytes()
+        world.barrier()
+        if world.is_main:
+            file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        world.barrier()
+        assert ck.newest(folder, world).step == 2, name
+        world.barrier()
+        if world.is_main:
+            file.write_bytes(whole)
+        world.barrier()
+    assert ck.newest(folder, world).step == 3
+    world.barrier()
+    if world.is_main:
+        for step in (2, 3):
+            shutil.rmtree(folder / f"step-{step:08d}")
 
 
 def rank_main(rank, port, folder):
