@@ -90,7 +90,11 @@ def test_classic_equals_the_oracle(eagle31):
     "name", [n if n == "blocks" else pytest.param(n, marks=pytest.mark.slow) for n in MASKS]
 )
 def test_error_within_the_classic_paths_own(name, dtype, eagle31):
-    """Median over seeds <= 2x the classic's; no seed above 4x its worst + eps * max|grad|."""
+    """Median over seeds <= 2x the classic's; no seed above 4x its worst + eps * max|grad|.
+
+    A row with one key has a query gradient of exactly 0: terms as large as other gradients cancel,
+    and kernels sum them in fp32 in an order of their own, hence fp32's eps of the largest.
+    """
     ours: dict[str, list[float]] = {}
     theirs: dict[str, list[float]] = {}
     scale: dict[str, float] = {}
@@ -103,6 +107,7 @@ def test_error_within_the_classic_paths_own(name, dtype, eagle31):
             theirs.setdefault(key, []).append(float((want - exact[key]).abs().max()))
             ours.setdefault(key, []).append(float((mine[key] - exact[key]).abs().max()))
             scale[key] = max(scale.get(key, 0.0), float(exact[key].abs().max()))
+    cancelled = torch.finfo(torch.float32).eps * max(scale.values())
     for key in ours:
         mine_median = statistics.median(ours[key])
         classic_median = statistics.median(theirs[key])
@@ -110,5 +115,5 @@ def test_error_within_the_classic_paths_own(name, dtype, eagle31):
         assert mine_median <= bound, (
             f"{key}: median {mine_median:.2e}, classic {classic_median:.2e}"
         )
-        worst = 4 * max(theirs[key]) + torch.finfo(dtype).eps * scale[key]
+        worst = 4 * max(theirs[key]) + torch.finfo(dtype).eps * scale[key] + cancelled
         assert max(ours[key]) <= worst, f"{key}: worst {max(ours[key]):.2e} > {worst:.2e}"
