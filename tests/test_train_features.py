@@ -253,5 +253,7 @@ def test_a_cache_folder_that_cannot_be_written_is_an_error(place, capsys):
     # /proc refuses new folders even to root.
     code = main(["capture", "--config", str(place / "recipe.yaml"), "--cache-dir", "/proc/none"])
     assert code == 2
-    assert "error:" in capsys.readouterr().err
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: cache_dir = '/proc/none' cannot be used (No such file"), line
+    assert line.endswith("choose another --cache-dir")
     assert not Path("/proc/none").exists()

@@ -208,14 +208,17 @@ def whole_or_none(out):
 
 def read_only_main(place, disk):
     """Before a run: named with its setting, and nothing left. During one: as a full disk."""
-    read_only(disk)
+    shutil.copytree(place / "cache", disk / "prepared")
+    shutil.rmtree(disk / "prepared" / "features")
+    assert read_only(disk)
     for folder, reason in ((f"{disk}/new/run", "Read-only file system"),
                            ("/proc/run", "No such file or directory")):  # fmt: skip
         line = error_of(start(place, "x", *FLAGS, "--output-dir", folder))
         assert f"output_dir = '{folder}' cannot be written ({reason})" in line, line
-    line = error_of(start(place, "cacheless", *FLAGS, "--cache-dir", str(disk / "cache")))
-    assert f"cache_dir = '{disk}/cache' cannot be used (Read-only file system" in line, line
-    assert not (place / "cacheless").exists()
+    for folder in (disk / "cache", disk / "prepared"):  # nothing there, and only features missing
+        line = error_of(start(place, "cacheless", *FLAGS, "--cache-dir", str(folder)))
+        assert f"cache_dir = '{folder}' cannot be used (Read-only file system" in line, line
+        assert not (place / "cacheless").exists()
     subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
 
     out = on(disk, place / "turned")
