@@ -205,17 +205,16 @@ def _dcp(call: Any, state: dict[str, Any], folder: Path, world: World | None) ->
             call(state, checkpoint_id=folder, process_group=group)
     except CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
-        raise OSError(_why(reason, folder)) from error
+        raise OSError(_why(reason)) from error
     except RuntimeError as error:
         raise PeerLost(f"contact with another rank was lost: {lost_reason(error)}") from error
 
 
-def _why(reason: BaseException, folder: Path) -> str:
-    """torch's writer reports a full disk as a position it did not expect."""
-    if isinstance(reason, OSError):
-        return reason.strerror or str(reason)
-    free = shutil.disk_usage(folder.parent).free
-    return f"{str(reason).splitlines()[0]} ({free >> 20:,} MB are free there)"
+def _why(reason: BaseException) -> str:
+    """One line of the library's account of a failure."""
+    if isinstance(reason, OSError) and reason.strerror:
+        return reason.strerror
+    return (str(reason).strip() or type(reason).__name__).splitlines()[0]
 
 
 # ---------------------------------------------------------------------- load

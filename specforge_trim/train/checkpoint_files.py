@@ -239,11 +239,17 @@ def newest(root: str | Path, world: World = ALONE) -> Checkpoint | None:
             return found
         damaged.append(f"{folder.name}: {found}")
     if damaged:
-        raise ValueError(
+        error = ValueError(
             f"no checkpoint in {root} is whole ({'; '.join(damaged)}): start over with "
             "--no-resume, which removes them, or choose another --output-dir"
         )
+        world.together(lambda: _raise(error))
     return None
+
+
+def _raise(error: Exception) -> None:
+    """Within `together`, of all ranks that know of an error one says so."""
+    raise error
 
 
 def _sound(folder: Path, world: World = ALONE) -> Checkpoint | str:

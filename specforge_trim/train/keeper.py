@@ -74,8 +74,7 @@ class Keeper:
         found = checkpoints.newest(self._root, self._world)
         if found is None:
             return 0
-        checkpoints.check_identity(found, self._about.identity)
-        self._check_order(found)
+        self._world.together(lambda: self._check(found))
         checkpoints.restore(found, model=self._model, optimizer=self._optimizer, world=self._world)
         self.skipped = found.meta["progress"]["skipped_steps"]
         self.non_finite = found.meta["progress"].get("non_finite_steps", 0)
@@ -86,8 +85,9 @@ class Keeper:
         self._saved = found.step
         return found.step
 
-    def _check_order(self, found: checkpoints.Checkpoint) -> None:
-        """Documents seen so far are those that this run would have seen."""
+    def _check(self, found: checkpoints.Checkpoint) -> None:
+        """It is this run's, and has seen the documents that this run would have seen."""
+        checkpoints.check_identity(found, self._about.identity)
         saved = found.meta["progress"].get("order")
         if saved is not None and saved != self._schedule.order_digest(found.step):
             raise ValueError(

@@ -5,7 +5,8 @@ Letters: T tokens, R kept rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from specforge_trim.row_sparse import RowPlan, loss_rows, plan_rows
 from specforge_trim.train import wire
 from specforge_trim.train.sampler import Schedule
+from specforge_trim.train.workers import start_worker, surviving
 
 
 class TokenDocuments(Protocol):
@@ -120,7 +122,7 @@ class LmLoader:
     rank: int
     num_workers: int
 
-    def steps(self, start: int) -> Iterator[list[LmBatch]]:
+    def steps(self, start: int) -> Generator[list[LmBatch], None, None]:
         """The non-empty micro-batches of each optimizer step from `start` to the end."""
         accumulate = self.schedule.accumulate
         order = range(start * accumulate, self.schedule.total_steps * accumulate)
@@ -130,14 +132,16 @@ class LmLoader:
             sampler=order,
             num_workers=self.num_workers,
             collate_fn=_as_it_is,
+            worker_init_fn=start_worker,
             prefetch_factor=2 if self.num_workers else None,
         )
         batches: list[LmBatch] = []
-        for k, ahead in zip(order, loader, strict=True):
-            if isinstance(ahead, Exception):
-                raise ahead
-            if ahead is not None:
-                batches.append(wire.unpack(ahead))
-            if (k + 1) % accumulate == 0:
-                yield batches
-                batches = []
+        with closing(surviving(loader)) as items:
+            for k, ahead in zip(order, items, strict=True):
+                if isinstance(ahead, Exception):
+                    raise ahead
+                if ahead is not None:
+                    batches.append(wire.unpack(ahead))
+                if (k + 1) % accumulate == 0:
+                    yield batches
+                    batches = []

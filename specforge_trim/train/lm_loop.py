@@ -33,6 +33,7 @@ from specforge_trim.train.optimizer import (
 )
 from specforge_trim.train.sampler import Schedule
 from specforge_trim.train.stages import ensure_gradients
+from specforge_trim.train.stopping import Steps, stopped_by
 from specforge_trim.train.trackers import JsonLines, Progress, open_trackers
 
 logger = logging.getLogger(__name__)
@@ -139,13 +140,18 @@ class _Run:
         held = JsonLines(path, resume_step=done, write=self.world.is_main)
         if done == 0:
             self._measure(held, 0)
-        row, step = None, done
+        row = None
         bar = Progress(total=total, done=done, show=self.world.is_main)
+        loading = closing(self.loader.steps(done))
         trackers = closing(open_trackers(self.config, done=done, world=self.world))
-        with closing(bar), trackers as log, _Clock(self.world) as clock:
-            for batches in self.loader.steps(done):
-                step += 1
-                self.world.together(self.world.see_launcher)
+        with (
+            Steps(done, self.world) as steps,
+            loading as made_ahead,
+            closing(bar),
+            trackers as log,
+            _Clock(self.world) as clock,
+        ):
+            for step, batches in steps.until_stopped(made_ahead):
                 counts = _count(batches, self.world)
                 results, norm = list[LmResult](), None
                 if counts.loss_rows:
@@ -162,6 +168,9 @@ class _Run:
                     keep.save(step)
                 if self._is_due(step, total):
                     self._measure(held, step)
+            if steps.stopped:
+                keep.save(steps.done)
+                raise stopped_by(steps.stopped, steps.done)
         return LmSummary(total, keep.skipped, row)
 
     def _gradients(self, batches: Sequence[LmBatch], counts: _Counts) -> list[LmResult]:

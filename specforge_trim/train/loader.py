@@ -7,10 +7,6 @@ the accelerator anything. Ranks that share documents agree here on what each mic
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import threading
-import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -33,8 +29,7 @@ from specforge_trim.train.batch import (
     make_batch,
 )
 from specforge_trim.train.sampler import Schedule
-
-_GRACE = 60  # seconds that a loader process lives on after SIGTERM
+from specforge_trim.train.workers import start_worker, surviving
 
 logger = logging.getLogger(__name__)
 
@@ -113,33 +108,6 @@ def _as_it_is(item: Any) -> Any:
     return item
 
 
-def _start_worker(worker: int) -> None:
-    """Ties a loader process to its parent.
-
-    Ctrl-C, and the SIGTERM of many schedulers, reach the whole process group while the parent
-    still finishes a step and may ask for one more batch. A process whose parent was killed would
-    wait forever to hand over a batch that no one reads, and hold the parent's files.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(_GRACE))
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _worker_lost(error: RuntimeError) -> OSError:
-    return ChildProcessError(
-        f"a loader process was killed or crashed ({str(error).splitlines()[0]}); out of memory is "
-        "the usual cause: lower --num-workers (0 = in the main process). The same command "
-        "continues from the newest checkpoint"
-    )
-
-
 class BatchLoader:
     """This rank's batches in order, from a step on, made ahead by loader processes."""
 
@@ -183,12 +151,12 @@ class BatchLoader:
             sampler=order,
             num_workers=self._num_workers,
             collate_fn=_as_it_is,
-            worker_init_fn=_start_worker,
+            worker_init_fn=start_worker,
             prefetch_factor=2 if self._num_workers else None,
         )
         batches: list[Batch] = []
         numbers: tuple[int, ...] = ()
-        with closing(self._survivors(loader)) as items:
+        with closing(self._fetched(loader)) as items:
             for k, ahead in zip(order, items, strict=True):
                 for line in ahead.skipped:
                     logger.error("document left out: %s", line)  # an error: shown on every rank
@@ -205,27 +173,12 @@ class BatchLoader:
                     yield batches
                     batches, numbers = [], ()
 
-    def _survivors(self, loader: DataLoader) -> Generator[_Ahead, None, None]:
-        """The loader's items; a loader process that died is the error of the next one.
-
-        torch raises for it from within whatever the main thread does at that moment, be it a
-        save; with its signal handler set aside, the next fetch says so, and all ranks hear of it.
-        """
-        items = iter(loader)
-        before = signal.getsignal(signal.SIGCHLD)
-        ours = self._num_workers and threading.current_thread() is threading.main_thread()
-        if ours:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    def _fetched(self, loader: DataLoader) -> Generator[_Ahead, None, None]:
+        """The loader's items; a dead loader process is an item too, for the ranks to agree on."""
         try:
-            yield from items
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader worker (pid"):
-                raise
-            yield _Ahead((), _worker_lost(error), ())
-        finally:
-            del items  # ends the loader processes, also where a traceback holds this frame
-            if ours:
-                signal.signal(signal.SIGCHLD, before)
+            yield from surviving(loader)
+        except ChildProcessError as error:
+            yield _Ahead((), error, ())
 
     def _agreed(self, k: int, ahead: _Ahead, group: RankGroup) -> _Ahead:
         """The micro-batch as all ranks of the group can run it: same documents, same rows.
