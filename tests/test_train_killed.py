@@ -199,6 +199,13 @@ def full_disk_main(place, disk):
     (disk / "filler").unlink()
     check_goes_on(place, out)
     print(line)
+    # metrics.jsonl is what does not fit any more.
+    fill(disk, 0)
+    (place / "log").mkdir()
+    (place / "log" / "metrics.jsonl").symlink_to(disk / "metrics.jsonl")
+    line = error_of(start(place, "log", *FLAGS))
+    (disk / "filler").unlink()
+    assert "log/metrics.jsonl could not be written: No space left on device" in line, line
 
 
 def whole_or_none(out):

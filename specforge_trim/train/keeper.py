@@ -124,9 +124,11 @@ class Keeper:
         return {} if found is None else found[1]
 
     def mark_best(self, step: int, measured: Mapping[str, Any]) -> None:
-        """Spares the checkpoint of `step`, which is on disk, from rotation; rank 0 acts.
+        """Spares the checkpoint of `step`, which is on disk, from rotation; every rank calls it.
 
         measured: why it is the best, kept beside it; JSON values.
         """
-        if self._world.is_main:
-            checkpoints.mark_best(self._root, step=step, measured=measured)
+        root, main = self._root, self._world.is_main
+        self._world.together(
+            lambda: checkpoints.mark_best(root, step=step, measured=measured) if main else None
+        )

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -167,7 +168,7 @@ class _Run:
                     if measures:
                         row |= self.evaluation.measure(step, total)
                         clock.leave_out()
-                    log.write(row)
+                    self.world.together(partial(log.write, row))
                 bar.update(row)
                 is_best = measures and best.improves(row)
                 if step == total or is_best or _divides(options.save_every, step):

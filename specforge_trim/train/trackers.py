@@ -103,9 +103,14 @@ class JsonLines:
         os.replace(beside, self.path)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        if self._writes:
+        if not self._writes:
+            return
+        text = json.dumps(row, allow_nan=False) + "\n"
+        try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row, allow_nan=False) + "\n")
+                file.write(text)
+        except OSError as error:  # a full disk gives no file's name
+            raise OSError(f"{self.path} could not be written: {error.strerror}") from error
 
     def close(self) -> None:
         """Nothing is held open."""
