@@ -226,6 +226,9 @@ def test_a_share_of_the_dimensions_is_rotated():
         ({"rope_type": "yarn", "rope_theta": "big"}, "rope_theta='big'"),
         ({"rope_theta": True}, "rope_theta=True"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5"),
+        ({"rope_theta": math.inf}, "rope_theta=inf"),
+        ({"rope_type": ["yarn"]}, r"rope_type=\['yarn'\] is not supported"),
+        ({"factor": 4.0, "rope_theta": 1e4}, "factor=4.0 without a rope_type"),
     ],
 )
 def test_what_is_no_rope_is_named(rope, match):
@@ -240,6 +243,33 @@ def test_scaling_without_its_numbers_is_an_error_and_not_plain_rope():
         rope_frequencies(
             {"partial_rotary_factor": 0.3}, head_dim=10, max_position_embeddings=LIMIT
         )
+
+
+@pytest.mark.parametrize(
+    "rope, match",
+    [
+        (SCALED["yarn"] | {"rope_type": "yarn", "factor": 0}, "type yarn.*finite and positive"),
+        (SCALED["yarn"] | {"rope_type": "yarn", "factor": -4.0}, "type yarn.*positive"),
+        ({"rope_type": "linear", "factor": 0}, "type linear.*positive"),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0},
+            "type yarn.*division",
+        ),
+        # One factor would be spread over all pairs without a word.
+        (
+            SCALED["longrope"] | {"rope_type": "longrope", "short_factor": [1.0]},
+            f"short_factor has 1 numbers; expected a list of {H // 2}",
+        ),
+        (
+            SCALED["longrope"] | {"rope_type": "longrope", "long_factor": 2.0},
+            "long_factor has 2.0; expected a list",
+        ),
+    ],
+)
+def test_numbers_that_make_no_positions_are_refused(rope, match):
+    rope = {"rope_theta": 1e4, **rope}
+    with pytest.raises(ValueError, match=match):
+        rope_frequencies(rope, head_dim=H, max_position_embeddings=LIMIT)
 
 
 def test_two_forms_that_contradict_each_other_are_refused():

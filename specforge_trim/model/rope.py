@@ -11,6 +11,7 @@ full_attention. Multimodal positions (mrope) are plain ones for text: all three 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,9 +36,9 @@ def flat_rope(rope: Mapping[str, Any] | None) -> dict[str, Any]:
     if not isinstance(rope, Mapping | None):
         raise ValueError(f"rope_parameters={rope!r}: expected an object")
     flat = dict(_one_layer_type(rope or {}))
-    kind = flat.get("rope_type") or flat.get("type") or "default"
+    kind = flat.get("rope_type") or flat.get("type") or _unnamed(flat)
     flat.pop("type", None)
-    flat["rope_type"] = _ALIASES.get(kind, kind)
+    flat["rope_type"] = _ALIASES.get(str(kind), kind)
     if flat["rope_type"] not in ROPE_TYPES:
         raise ValueError(
             f"rope_parameters: rope_type={kind!r} is not supported; expected one of "
@@ -49,12 +50,22 @@ def flat_rope(rope: Mapping[str, Any] | None) -> dict[str, Any]:
     for key, low, high in (("rope_theta", 0.0, None), ("partial_rotary_factor", 0.0, 1.0)):
         value = flat.get(key, 1.0)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not value > low or (high is not None and value > high):
+        if not is_number or not low < value < math.inf or (high is not None and value > high):
             limit = "" if high is None else f" and at most {high:g}"
             raise ValueError(f"{key}={value!r}: expected a number above {low:g}{limit}")
     if flat.get("partial_rotary_factor") == 1:  # all of them, as without the key
         del flat["partial_rotary_factor"]
     return flat
+
+
+def _unnamed(rope: Mapping[str, Any]) -> str:
+    """The type of a dictionary that names none: plain, unless numbers of a scaling are in it."""
+    if rope.get("factor") not in (None, 1):
+        raise ValueError(
+            f"rope_parameters: factor={rope['factor']!r} without a rope_type; expected one of "
+            f"{', '.join(ROPE_TYPES)} beside it"
+        )
+    return "default"
 
 
 def _one_layer_type(rope: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -132,6 +143,7 @@ def rope_frequencies(
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     known = {key: value for key, value in rope.items() if key not in MULTIMODAL_KEYS}
+    _check_factor_lists(rope, pairs=width // 2)
     try:
         # Tables are numbers even while a model is laid out on the meta device.
         with torch.device("cpu"):
@@ -145,6 +157,30 @@ def rope_frequencies(
             inv_freq, scale = ROPE_INIT_FUNCTIONS[kind](
                 config, torch.device("cpu"), seq_len=max_position_embeddings
             )
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         raise ValueError(f"rope_parameters of type {kind}: {error}") from None
+    if not (
+        bool((inv_freq > 0).all()) and bool(inv_freq.isfinite().all()) and 0 < scale < math.inf
+    ):
+        raise ValueError(
+            f"rope_parameters of type {kind}: {known} give frequencies that are not finite and "
+            "positive; expected positive factors"
+        )
     return inv_freq.double(), float(scale)
+
+
+def _check_factor_lists(rope: Mapping[str, Any], *, pairs: int) -> None:
+    """Raise ValueError for a list of longrope that has not one factor per rotated pair.
+
+    A list of one factor would be spread over all of them without a word.
+    """
+    for key in ("short_factor", "long_factor"):
+        value = rope.get(key)
+        if value is None:  # transformers names what it misses
+            continue
+        if not isinstance(value, list | tuple) or len(value) != pairs:
+            found = f"{len(value)} numbers" if isinstance(value, list | tuple) else repr(value)
+            raise ValueError(
+                f"rope_parameters: {key} has {found}; expected a list of {pairs}, "
+                "one per pair of rotated dimensions"
+            )
