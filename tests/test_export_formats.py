@@ -297,6 +297,21 @@ def test_what_cannot_be_imported_is_named(tmp_path):
     refused("expected 'eagle3'", config={"speculators_model_type": "dflash"})
 
 
+def test_a_draft_in_shards_is_read_and_what_it_lacks_is_named(tmp_path):
+    out, _ = export(tmp_path, draft())
+    good = load_file(out / "model.safetensors")
+    (out / "model.safetensors").rename(out / "a.safetensors")
+    index = out / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(good, "a.safetensors")}))
+    assert torch.equal(load_draft(out).d2t, good["d2t"])
+    index.write_text(json.dumps({"weight_map": {"norm.weight": "b.safetensors"}}))
+    with pytest.raises(ValueError, match="b.safetensors, which .* names, is missing"):
+        load_draft(out)
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="index.json: no weight_map"):
+        load_draft(out)
+
+
 # ---------------------------------------------------------------- positions, vocabulary, card
 
 

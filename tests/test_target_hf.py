@@ -2,6 +2,8 @@
 numbering, repeated ids on shallow targets, a head or embedding read from the wrong tensor, and
 logit post-operations forgotten (Cohere, Granite, Gemma 2)."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -141,6 +143,39 @@ def test_unknown_embedding_lists_the_keys(tmp_path):
     tensors["model.tokens.weight"] = tensors.pop("model.embed_tokens.weight")
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.tokens\.weight"):
+        load_embedding_and_head(folder)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+
+
+def test_damaged_files_of_a_target_are_named(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_target(tmp_path / "target"))
+    folder = tmp_path / "shards"
+    model.save_pretrained(folder, max_shard_size="40KB")
+    index = folder / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"]
+    shard = folder / names["model.embed_tokens.weight"]
+    good = {path: path.read_bytes() for path in (index, shard)}
+    elsewhere = next(n for n in names.values() if n != shard.name)
+    wrong = names | {"model.embed_tokens.weight": elsewhere}
+    for path, content, reason in (
+        (shard, good[shard][:-100], "not fully covered"),
+        (shard, b"", "header"),
+        (shard, POINTER, "Git LFS pointer"),
+        (index, b'{"weight', "no weight_map"),
+        (index, b'{"metadata": {}}', "no weight_map"),
+        (index, json.dumps({"weight_map": wrong}).encode(), "does not contain tensor"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=reason) as info:
+            load_embedding_and_head(folder)
+        named = elsewhere if reason.startswith("does not") else path.name
+        assert str(folder / named) in str(info.value)
+        for kept, content in good.items():
+            kept.write_bytes(content)
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"{shard.name}, which holds .* is missing"):
         load_embedding_and_head(folder)
 
 

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ..target.head import shard_names
 from .draft import Eagle3Draft
 from .draft_config import DraftConfig
 from .draft_formats import format_of, own_names, read_config
@@ -115,9 +116,10 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         if single.is_file():
             raw = load_file(single)
         elif index.is_file():
-            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
             raw = {}
-            for name in sorted(files):
+            for name in sorted(set(shard_names(index).values())):
+                if not (folder / name).is_file():
+                    raise ValueError(f"{folder}: {name}, which {index.name} names, is missing")
                 raw |= load_file(folder / name)
         elif pickled.is_file():
             raw = torch.load(pickled, map_location="cpu", weights_only=True)

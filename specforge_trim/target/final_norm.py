@@ -4,10 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from specforge_trim.target.head import TensorFiles
+from specforge_trim.target.head import TensorFiles, opened
 
 NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")
 
@@ -36,7 +35,7 @@ def load_final_norm(path: str | Path) -> Callable[[Tensor], Tensor]:
         found = [f for f in found if ".layers." not in f and not f.startswith("layers.")]
         if len(found) != 1:
             raise ValueError(f"target {path}: {len(found)} tensors {wanted}, expected one")
-        with safe_open(files[found[0]], framework="pt") as file:
+        with opened(files[found[0]]) as file:
             state[key] = file.get_tensor(found[0])
     norm.load_state_dict(state, assign=True)
     norm.requires_grad_(False)

@@ -5,11 +5,13 @@ Letters: V target vocabulary, Dt target hidden.
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 EMBEDDING_NAMES = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in")
@@ -117,12 +119,12 @@ class TensorFiles(Mapping[str, Path]):
         single = "model.safetensors"
         index = self._file(f"{single}.index.json")
         if index is not None:
-            self._names: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
+            self._names = shard_names(index)
             return
         only = self._file(single)
         if only is None:
             raise ValueError(f"{path} has no {single} and no index of its shards")
-        with safe_open(only, framework="pt") as file:
+        with opened(only) as file:
             self._names = dict.fromkeys(file.keys(), single)
 
     def _file(self, name: str) -> Path | None:
@@ -153,6 +155,30 @@ class TensorFiles(Mapping[str, Path]):
         return len(self._names)
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """The safetensors file at `path`; ValueError names it when it is damaged or lacks a tensor."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        with path.open("rb") as raw:
+            is_pointer = raw.read(40).startswith(b"version https://git-lfs")
+        reason = "a Git LFS pointer, not the file itself (git lfs pull)" if is_pointer else error
+        raise ValueError(f"{path}: {reason}; fetch the target's file again") from None
+
+
+def shard_names(index: Path) -> dict[str, str]:
+    """Tensor name -> file name from an index of shards. Raises ValueError naming the index."""
+    try:
+        names = json.loads(index.read_text("utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError):
+        names = None
+    if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+        raise ValueError(f"{index}: no weight_map of tensor names to files; fetch the file again")
+    return names
+
+
 def _find(files: TensorFiles, names: tuple[str, ...], shape: tuple[int, int]) -> str | None:
     """The key that ends in one of `names` and has the shape; the shortest of several."""
     ends = tuple(f"{name}.weight" for name in names)
@@ -164,12 +190,12 @@ def _find(files: TensorFiles, names: tuple[str, ...], shape: tuple[int, int]) ->
 
 
 def _shape(files: TensorFiles, key: str) -> tuple[int, ...]:
-    with safe_open(files[key], framework="pt") as file:
+    with opened(files[key]) as file:
         return tuple(file.get_slice(key).get_shape())
 
 
 def _read(files: TensorFiles, key: str) -> Tensor:
-    with safe_open(files[key], framework="pt") as file:
+    with opened(files[key]) as file:
         return file.get_tensor(key)
 
 
