@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -32,7 +33,7 @@ from .model.draft_formats import LAYOUTS, own_names, speculators_config, specula
 from .model.draft_import import CONFIG, EMBEDDING, MAPS, WEIGHTS, load_draft
 from .model.rope import MULTIMODAL_KEYS, rope_frequencies
 from .model.vocab import check_maps
-from .model_card import CARD, model_card
+from .model_card import CARD, is_own_card, model_card
 from .target.aux_layers import exported_aux_keys, resolve_aux_layers
 
 __all__ = ["export_draft", "load_draft", "check_export", "serving_config", "serving_tensors"]
@@ -104,22 +105,31 @@ def _write_checked(
 ) -> Path:
     """Write the files beside `out`, load them, compare, and only then rename."""
     _refuse_foreign_folder(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = out.resolve()  # a linked folder is replaced where it is, on its own disk
+    folder.parent.mkdir(parents=True, exist_ok=True)
     # One fixed name, so that what a killed run left behind goes with the next export.
-    temporary = out.parent / f".{out.name}.writing"
+    temporary = folder.parent / f".{folder.name}.writing"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir()
-        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+        _save(tensors, temporary / WEIGHTS)
         # save_file leaves the file to its writer alone; a server may run as another user.
         (temporary / WEIGHTS).chmod(0o644)
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding="utf-8")
         check_export(temporary, tensors, config)
-        _replace_folder(temporary, out)
+        _replace_folder(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return out
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    """One safetensors file. OSError names it when it cannot be written, on a full disk say."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # not OSError, whatever the reason
+        raise OSError(f"{path} cannot be written: {error}") from None
 
 
 def serving_config(config: DraftConfig, *, target_config: Any, dtype: torch.dtype) -> DraftConfig:
@@ -285,14 +295,21 @@ def _refuse_foreign_folder(out: Path) -> None:
                 f"{out} holds other files ({', '.join(foreign[:5])}); expected an earlier "
                 "export or a folder that does not exist"
             )
+        # A target, or a draft of another trainer, may consist of files of the same names.
+        if any(out.iterdir()) and not is_own_card(out):
+            raise ValueError(
+                f"{out} holds a model that was not exported here; expected an earlier export or a "
+                "folder that does not exist"
+            )
 
 
 def _replace_folder(new: Path, out: Path) -> None:
     """Rename `new` to `out`. A non-empty folder cannot be renamed onto, so `out` moves first."""
+    old = out.parent / f".{out.name}.old"
     if not out.exists():
         new.rename(out)
+        shutil.rmtree(old, ignore_errors=True)  # of an export that was killed between the renames
         return
-    old = out.parent / f".{out.name}.old"
     shutil.rmtree(old, ignore_errors=True)
     out.rename(old)
     try:

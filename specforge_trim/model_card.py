@@ -13,6 +13,7 @@ from typing import Any
 from .model.draft_config import DraftConfig
 
 CARD = "README.md"
+_MADE_HERE = "Trained with specforge_trim."
 _ACCEPTANCE = "## Acceptance\n"
 _SERVE = "## Serve\n"
 
@@ -42,7 +43,8 @@ def model_card(
     return (
         f"{front}\n# {kind} draft for {target}\n\n"
         "A draft model for speculative decoding: it proposes tokens that the target verifies, so "
-        "the target's output stays what it is. Trained with specforge_trim.\n\n"
+        "the target's output stays what it is. "
+        f"{_MADE_HERE}\n\n"
         f"{sizes}\n\n## Made from\n\n{_provenance(training)}\n"
         f"{_ACCEPTANCE}\n{_acceptance(evaluation)}\n"
         f"{_SERVE}\n{serving_commands(config, target=target, layout=layout, depth=depth)}"
@@ -64,6 +66,12 @@ def update_acceptance(folder: str | Path, evaluation: Mapping[str, Any]) -> bool
     temporary.write_text(new, encoding="utf-8")
     temporary.replace(path)
     return True
+
+
+def is_own_card(folder: Path) -> bool:
+    """Whether `folder` has a card that `model_card` wrote."""
+    path = folder / CARD
+    return path.is_file() and _MADE_HERE in path.read_text(encoding="utf-8", errors="replace")
 
 
 def serving_commands(config: DraftConfig, *, target: str, layout: str, depth: int) -> str:

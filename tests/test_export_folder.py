@@ -9,6 +9,7 @@ half-written folder; someone's files replaced.
 import dataclasses
 import json
 import logging
+import resource
 
 import pytest
 import torch
@@ -277,12 +278,51 @@ def test_folders_with_other_files_are_refused(tmp_path):
         export_draft(draft(), tmp_path / "o" / "notes.txt", target_config=target_config())
 
 
+def test_a_model_that_was_not_exported_here_is_never_replaced(tmp_path):
+    """A target of one file, or another trainer's draft, has files of the names written here."""
+    folder = tmp_path / "target"
+    target_config().save_pretrained(folder)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "README.md").write_text("# Some model\n")
+    with pytest.raises(ValueError, match="holds a model that was not exported here"):
+        export_draft(draft(), folder, target_config=target_config())
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_a_linked_folder_is_replaced_where_it_is(tmp_path):
+    real, link = tmp_path / "disk" / "real", tmp_path / "run" / "export"
+    real.mkdir(parents=True), link.parent.mkdir()
+    link.symlink_to(real)
+    for seed in (1, 2):
+        model = draft()
+        with torch.no_grad():
+            model.norm.weight.fill_(seed)
+        export_draft(model, link, target_config=target_config())
+        assert link.is_symlink()
+        assert load_draft(link).norm.weight.tolist() == [seed] * D
+    assert [p.name for p in link.parent.iterdir()] == ["export"]
+    assert [p.name for p in real.parent.iterdir()] == ["real"]
+
+
+def test_what_a_killed_export_left_goes_with_the_next(tmp_path):
+    out = export_draft(draft(), tmp_path / "e", target_config=target_config())
+    out.rename(tmp_path / ".e.old")  # killed between the two renames
+    (tmp_path / ".e.writing").mkdir()
+    export_draft(draft(), tmp_path / "e", target_config=target_config())
+    assert [p.name for p in tmp_path.iterdir()] == ["e"]
+
+
 def test_a_failed_write_leaves_the_earlier_export_and_no_rubbish(tmp_path):
     target = target_config()
     out = export_draft(draft(), tmp_path / "o", target_config=target)
     kept = (out / "model.safetensors").read_bytes()
-    with pytest.raises(TypeError):
-        export_draft(draft(), out, target_config=target, training={"not json": object()})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # a real write that fails midway
+    try:
+        with pytest.raises(OSError, match="model.safetensors cannot be written: .*File too large"):
+            export_draft(draft(), out, target_config=target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (out / "model.safetensors").read_bytes() == kept
     assert [p.name for p in tmp_path.iterdir()] == ["o"]
 

@@ -5,6 +5,7 @@ ones; the last hidden state missing where a teacher needs it."""
 import json
 import os
 import pickle
+import resource
 from dataclasses import dataclass, replace
 
 import pytest
@@ -164,6 +165,14 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     writer, made, _ = write_store(tmp_path, [4, 7], shards=[])
     with pytest.raises(ValueError, match="document 1.*expected"):
         writer.write(0, [made[0], made[0]])
+    # A disk that is full is not a damaged file, and the shard is named.
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="safetensors cannot be written: .*File too large"):
+            writer.write(0, [made[i] for i in writer.documents(0)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [p.name for p in tmp_path.iterdir()] == ["manifest.json"]
 
 

@@ -9,11 +9,17 @@ import tempfile
 import time
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 STALE_SECONDS = 3600
 
 
 class replaced:
-    """A temporary path that takes the place of `path` when the block ends without an error."""
+    """A temporary path that takes the place of `path` when the block, which writes it, ends.
+
+    An error leaves `path` as it was. That of a safetensors file becomes an OSError naming `path`:
+    the library does not tell a full disk from a damaged file by type.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -24,12 +30,14 @@ class replaced:
         self.temporary = Path(name)
         return self.temporary
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object, error: object, _: object) -> None:
         if kind is None:
             os.chmod(self.temporary, 0o644)
             os.replace(self.temporary, self.path)
         else:
             self.temporary.unlink(missing_ok=True)
+            if isinstance(error, SafetensorError):
+                raise OSError(f"{self.path} cannot be written: {error}") from None
 
 
 def remove_stale(folder: Path) -> None:
