@@ -58,6 +58,14 @@ def test_bad_values_are_named(tmp_path, key, value):
     assert str(path) in str(info.value)
 
 
+def test_switching_qk_norm_on_in_a_written_config_says_what_else_changes():
+    written = DraftConfig.from_dict(GOOD).to_dict()
+    with pytest.raises(ValueError, match=r"expected architectures \['Eagle3Qwen3.*'qwen3'"):
+        DraftConfig.from_dict({**written, "qk_norm": True})
+    kind = {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
+    assert DraftConfig.from_dict({**written, **kind}).qk_norm is True
+
+
 def test_missing_keys_and_foreign_encodings_are_named(tmp_path):
     path = tmp_path / "draft.json"
     path.write_text("{}", encoding="utf-8")

@@ -315,7 +315,11 @@ def _pop_kind(raw: dict[str, Any]) -> bool:
     kind = kinds[model_type, name]
     asked = raw.pop("qk_norm", kind or False)
     if kind is not None and asked != kind:
-        raise ValueError(f"qk_norm={asked!r} contradicts architectures={architectures!r}")
+        raise ValueError(
+            f"qk_norm={asked!r} contradicts architectures={architectures!r}; expected "
+            f"architectures [{QK_NORM_ARCHITECTURE!r}] and model_type 'qwen3' with qk_norm true, "
+            f"[{ARCHITECTURE!r}] and 'llama' without"
+        )
     return asked
 
 
