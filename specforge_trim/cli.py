@@ -176,7 +176,8 @@ def regenerate_command(argv: Sequence[str]) -> None:
     else:
         source = regeneration.server_source(arguments)
     files = pipeline.data_files(config, arguments.files)
-    report = regenerate(files, arguments.out, source)
+    share = config.data.max_bad_fraction
+    report = regenerate(files, arguments.out, source, max_bad_fraction=share)
     print(regeneration.summary(report, arguments.out))
     distributed.stop(world)
     if not report.written:

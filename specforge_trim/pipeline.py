@@ -103,8 +103,12 @@ def data_sources(config: Config, paths: Sequence[str] | None = None) -> list[Sou
     for source in sources:
         if Path(source.path).is_dir():
             raise ConfigError(f"data file {source.path}: is a folder, expected a file")
-        if not Path(source.path).is_file():
+        if not Path(source.path).exists():
             raise ConfigError(f"data file {source.path}: no such file")
+        if not Path(source.path).is_file():
+            raise ConfigError(
+                f"data file {source.path}: a pipe or device; expected a file: it is read twice"
+            )
     return sources
 
 

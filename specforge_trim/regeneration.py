@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,5 +94,8 @@ def summary(report: RegenerateReport, out: str) -> str:
     """What was written, what was dropped and why."""
     lines = [f"{report.written} conversations written to {out}"]
     lines += [f"  dropped {count} x {reason}" for reason, count in report.dropped.most_common()]
-    lines += [f"  not used {row}" for row in report.bad_rows]
+    if report.bad_rows:
+        counts = Counter(row.reason for row in report.bad_rows)
+        lines += [f"  not used {count} x {reason}" for reason, count in counts.most_common()]
+        lines.append(f"  rows not used, with file and line: {out}.bad_rows.jsonl")
     return "\n".join(lines)

@@ -1,10 +1,12 @@
 """Bugs caught: tool schemas that gain keys on their way through Parquet; a cut archive read as a
-short one; kinds told by the file's name; a whole row group in memory.
+short one; kinds told by the file's name; a whole row group in memory; a
+value that JSON cannot hold ends the run.
 """
 
 import datetime
 import gzip
 import json
+import pickle
 import sys
 import tracemalloc
 
@@ -12,8 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from specforge_trim.data import conversation
 from specforge_trim.data.conversation import Conversation, read_conversations
 from specforge_trim.data.files import read_lines
+from specforge_trim.data.rows import ROW_KEYS
+from specforge_trim.data.shards import read_chunks
 
 
 def chat(text: str, **more) -> dict:
@@ -92,6 +97,47 @@ def test_parquet_columns_of_json_text_bytes_and_dates(tmp_path):
     row = json.loads(raw)
     assert row["conversations"][1] == {"from": "gpt", "value": "a"}
     assert row["made"] == "2024-05-17" and row["picture"] == "\udcff\udcd8"
+
+
+MADE = datetime.date(2024, 5, 17)
+NO_JSON = {
+    "uuid": pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"0" * 16] * 2, pa.binary(16))),
+    "nanoseconds": pa.array([1234567890123456789] * 2, pa.timestamp("ns")),
+    "keys twice": pa.array([[("a", 1), ("a", 2)]] * 2, pa.map_(pa.string(), pa.int8())),
+    "keys that are dates": pa.array([[(MADE, 1)]] * 2, pa.map_(pa.date32(), pa.int8())),
+    "dates after 9999": pa.array([90_000_000] * 2, pa.int32()).view(pa.date32()),
+    "no UTF-8": pa.array([b"ok", b"\xff"], pa.large_binary()).view(pa.large_string()),
+}
+
+
+@pytest.mark.parametrize("name", NO_JSON)
+def test_parquet_values_without_a_json_form_spoil_no_row_that_is_not_read_from_them(
+    tmp_path, name
+):
+    path = tmp_path / "a.parquet"
+    messages = [chat("one")["messages"], chat("two")["messages"]]
+    pq.write_table(pa.table({"made": NO_JSON[name], "messages": messages}), path)
+    rows = list(read_conversations(path))
+    assert [row.messages[0]["content"] for row in rows] == ["one", "two"]
+
+
+def test_parquet_rows_with_such_values_are_refused_one_by_one(tmp_path):
+    path = tmp_path / "a.parquet"
+    texts = pa.array([b"<s>one", b"\xff", b"<s>three"], pa.large_binary()).view(pa.large_string())
+    pq.write_table(pa.table({"text": texts}), path)
+    rows = list(read_conversations(path))
+    assert [row.source for row in rows] == [f"{path}:{i}" for i in (1, 2, 3)]
+    assert rows[0].text == "<s>one" and rows[2].text == "<s>three"
+    assert rows[1].reason == "a Parquet value has no JSON form" and "text: " in rows[1].detail
+    pickled = pickle.loads(pickle.dumps(list(read_lines(path))))  # on its way to another process
+    assert pickled[1][1].reason == rows[1].reason
+    (chunk,) = read_chunks([path])
+    assert [number for number, _ in chunk.lines] == [1, 2, 3]
+
+
+def test_the_keys_a_row_is_read_from_are_those_the_parser_knows():
+    known = {*conversation._FORMS, *conversation._RESPONSES, *conversation._MASKS}
+    assert known | {"tools", "system", "spans"} == ROW_KEYS
 
 
 def test_parquet_is_read_in_pieces(tmp_path):

@@ -195,6 +195,26 @@ def test_the_input_is_never_overwritten(tmp_path, target, prompts):
     assert prompts.read_text() == before
 
 
+FOREIGN = [b'{"messages": []}\n', b"\xff\xfe\n", b"[" * 99_999, b'{"id": 3, "messages": 1}', b"\n"]
+
+
+@pytest.mark.parametrize("content", FOREIGN)
+def test_a_file_of_somebody_else_is_never_overwritten(tmp_path, target, prompts, content):
+    out = tmp_path / "out.jsonl"
+    content = b'{"id": "a", "messages": []}\n' + content
+    out.write_bytes(content)
+    with pytest.raises(
+        ValueError, match="out.jsonl exists, and regenerate did not write its line 2"
+    ):
+        run([prompts], out, target)
+    assert out.read_bytes() == content
+
+
+def test_a_partial_file_cut_inside_a_character_is_read(tmp_path, target, prompts):
+    (tmp_path / "out.jsonl.partial").write_bytes(b'{"id": "a", "messages": ["\xc3')
+    assert run([prompts], tmp_path / "out.jsonl", target).written > 0
+
+
 def test_nothing_usable_is_an_error(tmp_path, target):
     path = write(tmp_path / "p.jsonl", [[{"role": "system", "content": "x"}]])
     with pytest.raises(ValueError, match="p.jsonl:1"):

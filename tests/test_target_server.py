@@ -291,6 +291,28 @@ def test_the_command_finds_the_model_and_its_mistakes_are_named(
     assert "--server" in capsys.readouterr().err
 
 
+def test_bad_rows_stand_beside_the_output_and_too_many_stop_the_run(
+    server, prompts, tmp_path, capsys
+):
+    """Two of twelve rows hold nothing to answer."""
+    with prompts.open("a") as file:
+        file.write('{"messages": []}\nnot json\n')
+    out = tmp_path / "out.jsonl"
+    flags = ["regenerate", str(prompts), "--out", str(out), "--server", server.url]
+    assert main([*flags]) == 2
+    message = capsys.readouterr().err
+    assert "2 of 12 rows" in message and "max_bad_fraction 0.1" in message
+    assert server.bodies == [] and not out.exists()
+    assert main([*flags, "--max-bad-fraction", "0.17"]) == 0
+    assert len(read(out)) == 10 and "1 x no user message" in capsys.readouterr().out
+    listed = read(tmp_path / "out.jsonl.bad_rows.jsonl")
+    assert [(row["file"], row["line"]) for row in listed] == [
+        (str(prompts), 11),
+        (str(prompts), 12),
+    ]
+    assert [row["reason"] for row in listed] == ["no user message", "line is not valid JSON"]
+
+
 def test_retries_hold_for_the_question_after_the_model_too(prompts, tmp_path, capsys):
     server = Server()
     server.close()

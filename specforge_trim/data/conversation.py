@@ -42,9 +42,11 @@ def read_conversations(
         yield parse_line(raw, source=f"{path}:{number}")
 
 
-def parse_line(raw: bytes, *, source: str) -> Row | BadRow:
-    """One line of a data file."""
+def parse_line(raw: bytes | RowError, *, source: str) -> Row | BadRow:
+    """One line of a data file, as read_lines gives it."""
     try:
+        if isinstance(raw, RowError):
+            raise raw
         return parse_row(_parse_json(raw), source=source)
     except RowError as error:
         return BadRow(source, error.reason, error.detail)

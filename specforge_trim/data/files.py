@@ -14,7 +14,9 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-Line = tuple[int, bytes]
+from specforge_trim.data.rows import ROW_KEYS, RowError, quote
+
+Line = tuple[int, bytes | RowError]
 OnBytes = Callable[[int], object]
 
 _PARQUET_BATCH_BYTES = 4 << 20
@@ -23,7 +25,8 @@ _PARQUET_BATCH_BYTES = 4 << 20
 def read_lines(path: str | Path, *, on_bytes: OnBytes = lambda count: None) -> Iterator[Line]:
     """Yield (line, raw JSON) of every row that is not blank, in order; lines count from 1.
 
-    The line of a Parquet row is its row number. on_bytes is called with the bytes of the file
+    The line of a Parquet row is its row number; one with a value that JSON cannot hold comes as a
+    RowError in place of its bytes. on_bytes is called with the bytes of the file
     (as it lies on disk) that each step consumed, for a progress bar.
 
     Raises FileNotFoundError or another OSError when the file cannot be read, ValueError when it is
@@ -108,15 +111,48 @@ def _parquet_lines(path: Path, on_bytes: OnBytes) -> Iterator[Line]:
             plain = sum(file.metadata.row_group(i).total_byte_size for i in groups)
             per_batch = min(1024, max(1, _PARQUET_BATCH_BYTES * rows // max(plain, 1)))
             for batch in file.iter_batches(batch_size=per_batch):
-                for row in batch.to_pylist(maps_as_pydicts="strict"):
+                for row in _rows_of(batch):
                     number += 1
                     done = size * number // rows
                     on_bytes(done - told)
                     told = done
-                    yield number, json.dumps(_without_nulls(row)).encode()
+                    yield number, row
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path}: damaged Parquet file after row {number}: {reason}") from None
+
+
+_NO_JSON = (TypeError, ValueError, KeyError, OverflowError, RecursionError)
+
+
+def _rows_of(batch) -> Iterator[bytes | RowError]:
+    """The rows of an Arrow batch as JSON; a RowError for one that has no such form."""
+    try:
+        rows = batch.to_pylist(maps_as_pydicts="strict")
+    except _NO_JSON:  # one value is enough
+        rows = [None] * batch.num_rows
+    for i, row in enumerate(rows):
+        try:
+            found = None if row is None else json.dumps(_without_nulls(row)).encode()
+        except _NO_JSON:
+            found = None
+        yield _row_by_columns(batch, i) if found is None else found
+
+
+def _row_by_columns(batch, i: int) -> bytes | RowError:
+    """Row i without the values that have no JSON form; RowError where a row is read from one."""
+    row = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            value = _without_nulls(column[i].as_py(maps_as_pydicts="strict"))
+            json.dumps(value)
+        except _NO_JSON as error:
+            if name in ROW_KEYS:
+                return RowError("a Parquet value has no JSON form", f"{name}: {quote(error)}")
+            continue
+        if value is not None:
+            row[name] = value
+    return json.dumps(row).encode()
 
 
 def _without_nulls(value: object) -> object:

@@ -45,6 +45,19 @@ def check_usable(data: PreparedData, max_bad_fraction: float, report: Path | Non
     )
 
 
+def check_bad_rows(
+    bad: Sequence[BadRow], good: int, paths: Sequence[str | Path], most: float, report: Path
+) -> None:
+    """ValueError when more than the share `most` of good and bad rows together are bad."""
+    rows = good + len(bad)
+    if len(bad) > most * rows:
+        counts = reasons(Counter(row.reason for row in bad))
+        raise ValueError(
+            f"{len(bad)} of {rows} rows in {', '.join(map(str, paths))} cannot be used, more than "
+            f"max_bad_fraction {most:g} ({counts}){_shown(bad, report)}"
+        )
+
+
 class BadShare:
     """Counts bad rows shard by shard, and stops the run once it is certain they are too many.
 

@@ -5,6 +5,11 @@ One job: types. Reading them is conversation.py's, turning them into tokens toke
 
 from dataclasses import dataclass
 
+# Keys a row is read from (conversation.py); whatever else a file holds is left alone.
+ROW_KEYS = frozenset(
+    ("messages", "conversations", "prompt", "response", "completion", "text", "spans", "input_ids")
+    + ("loss_mask", "assistant_masks", "labels", "tools", "system")
+)
 _SHOWN = 120  # characters of a user's text that a message may quote
 
 

@@ -75,7 +75,7 @@ def read_chunks(paths: Sequence[str | Path]) -> Iterator[Chunk]:
 
         for line in read_lines(path, on_bytes=count):
             lines.append(line)
-            raw_bytes += len(line[1])
+            raw_bytes += len(line[1]) if isinstance(line[1], bytes) else 0
             if len(lines) == _CHUNK_ROWS or raw_bytes >= _CHUNK_BYTES:
                 yield Chunk(number, file, tuple(lines), sizes[0])
                 number, lines, raw_bytes, sizes[0] = number + 1, [], 0, 0

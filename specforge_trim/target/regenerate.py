@@ -19,6 +19,7 @@ from typing import TextIO
 from filelock import FileLock, Timeout
 
 from specforge_trim.data.conversation import BadRow, Conversation, read_conversations
+from specforge_trim.data.quarantine import check_bad_rows, write_bad_rows
 from specforge_trim.target.answers import AnswerSource, is_answer
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ def regenerate(
     out_path: str | Path,
     source: AnswerSource,
     *,
+    max_bad_fraction: float = 1.0,
     progress: bool = True,
 ) -> RegenerateReport:
     """Write `out_path` (JSONL), the conversations of `paths` with the answers of `source`.
@@ -46,19 +48,29 @@ def regenerate(
     Finished rows go to `<out_path>.partial` as they come, under a hash of the request and the
     settings, so an interrupted run continues where it stopped, whatever the order of the input.
     At the end `out_path` holds the kept rows in the order of the input, `<out_path>.dropped` the
-    others with their reason. Two runs into one file at once are an error.
+    others with their reason, `<out_path>.bad_rows.jsonl` file, line and reason of rows that hold
+    nothing to answer. Two runs into one file at once are an error.
 
     paths: data files (`data/conversation.py`).
 
-    Raises ValueError when no conversation is usable, OSError when a server gives no answers.
+    Raises ValueError when no conversation is usable, when more than max_bad_fraction of the rows
+    are bad, and when out_path holds anything else than rows of earlier runs; OSError when a server
+    gives no answers.
     """
     report = RegenerateReport()
     out, paths = Path(out_path), list(paths)
     if out.resolve() in [Path(path).resolve() for path in paths]:
         raise ValueError(f"--out {out} is one of the input files; name another file to write")
+    _check_out(out)
     conversations = _read_all(paths, report)
-    ids = [request_id(conversation, source.settings) for conversation in conversations]
     out.parent.mkdir(parents=True, exist_ok=True)
+    bad_rows = _sibling(out, "bad_rows.jsonl")
+    if report.bad_rows:
+        write_bad_rows(bad_rows, report.bad_rows)
+        check_bad_rows(report.bad_rows, len(conversations), paths, max_bad_fraction, bad_rows)
+    else:
+        bad_rows.unlink(missing_ok=True)
+    ids = [request_id(conversation, source.settings) for conversation in conversations]
     try:
         with FileLock(_sibling(out, "lock"), timeout=0):
             done = _answered(ids, conversations, out, source, report, progress=progress)
@@ -140,19 +152,39 @@ def _read_done(out: Path) -> dict[str, dict]:
         if not path.exists():
             continue
         rows = {}
-        with path.open(encoding="utf-8") as file:
+        with path.open("rb") as file:
             for line in file:
-                try:
-                    row = json.loads(line)
-                except ValueError:
+                if (row := _own_row(line)) is None:
                     logger.warning("%s: a half-written line is ignored", path)
-                    continue
-                if isinstance(row, dict) and "id" in row and "messages" in row:
+                else:
                     rows[row["id"]] = row
         if path == partial:
             _replace(path, list(rows.values()))  # or the next row would join a half-written line
         done.update(rows)
     return done
+
+
+def _own_row(line: bytes) -> dict | None:
+    """A line as _line writes it; None for any other."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):  # JSON's errors, and those of UTF-8
+        return None
+    own = isinstance(row, dict) and isinstance(row.get("id"), str) and "messages" in row
+    return row if own else None
+
+
+def _check_out(out: Path) -> None:
+    """Rows of earlier runs are replaced; a file of anybody else's is not."""
+    if not out.is_file():
+        return
+    with out.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if _own_row(line) is None:
+                raise ValueError(
+                    f"--out {out} exists, and regenerate did not write its line {number}: name "
+                    "another file, or remove this one"
+                )
 
 
 def _open(path: Path, mode: str) -> TextIO:
