@@ -264,6 +264,7 @@ def inspect_command(argv: Sequence[str]) -> None:
     config = replace(config, data=replace(config.data, max_bad_fraction=1.0))
     from specforge_trim import distributed, pipeline, reports
 
+    reports.check_flags(arguments)
     world = distributed.start(device="cpu")
     target = pipeline.open_target(config, world)
     data = pipeline.prepare_data(

@@ -9,13 +9,28 @@ from typing import Any
 
 import torch
 
-from specforge_trim.config import Config
+from specforge_trim.config import Config, ConfigError
 from specforge_trim.data.atomic import replaced
 from specforge_trim.data.dataset import PreparedData
 from specforge_trim.data.inspect import inspect_terminal
 from specforge_trim.data.inspect_html import inspect_html
 from specforge_trim.dry_run import training_memory
 from specforge_trim.feature_sources import Target
+
+_PAGE_STARTS = b"<!DOCTYPE html>"
+
+
+def check_flags(arguments: argparse.Namespace) -> None:
+    """ConfigError before any work: a page is written over a page only, never over data."""
+    if arguments.conversations < 0:
+        raise ConfigError(f"--conversations {arguments.conversations}: expected at least 0")
+    if arguments.html is None or not (path := Path(arguments.html)).exists():
+        return
+    if not path.is_file():
+        raise ConfigError(f"--html {path}: is a folder or a device; expected a file to write")
+    with path.open("rb") as file:
+        if file.read(len(_PAGE_STARTS)) not in (b"", _PAGE_STARTS):
+            raise ConfigError(f"--html {path}: exists and is no HTML page; name another file")
 
 
 def terminal(
