@@ -1,9 +1,9 @@
 """Loss and every gradient of many ranks equal one rank's: 2 and 4 gloo ranks, fp64.
 
 Catches: keys or gradients of a neighbour's tokens lost at a rank boundary, gradients averaged
-instead of summed, a rank without rows or tokens that skips a collective, a causal block cut wrong
-at a window's edge, ids or teachers read past the halo, context gradients reduced before the last
-query has added its own.
+instead of summed, sums that reach one rank only, a rank without rows or tokens that skips a
+collective, a causal block cut wrong at a window's edge, ids or teachers read past the halo,
+context gradients reduced before the last query has added its own.
 
 One world per rank count runs all cases; rank 0 compares with the whole batch computed alone.
 """
@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import own_part, run_world, some_documents
 from test_stages_classic import run_classic
 from ttt_case import make_batch, make_case, make_pack
@@ -40,10 +41,11 @@ def spread(*positions):
 
 MASKS = {
     "all ones": spread(*range(37)),
-    # 37 tokens over 2 ranks are cut at 19, over 4 at 10, 20, 30.
-    "rank boundaries": spread(8, 9, 10, 11, 17, 18, 19, 20, 21, 22, 28, 29, 30, 31, 32),
+    # Cuts: trimmed 17 of 2 ranks, 9, 18 and 27 of 4; with all rows 19, and 10, 20, 30.
+    "rank boundaries": spread(8, 9, 10, 11, 16, 17, 18, 19, 20, 21, 26, 27, 28, 29, 30, 31, 32),
     "last rank": spread(31, 32, 33, 34, 35),
-    "one point": spread(2),  # rows 0 to 2 only: ranks without tokens
+    "one point": spread(8),  # rows 5 to 8 of tokens 0 to 8: the last of 4 ranks has no token
+    "first point": spread(0),  # rank 0 alone has a token
     "none": spread(),
 }
 
@@ -55,6 +57,15 @@ def settings(backend="sdpa", dtype=torch.float64):
 def new_case(mask, **changes):
     sizes = dict(heads=8, kv_heads=4, head_dim=4, width=16, steps=STEPS, seed=5)
     return make_case(MASKS[mask], **sizes | changes)
+
+
+def same_everywhere(world, grads):
+    """The gradients are this rank's and every other rank's, to the last bit."""
+    flat = torch.cat([g.flatten() for g in grads.values()])
+    least, most = flat.clone(), flat.clone()
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    assert torch.equal(least, most), f"rank {world.rank}: ranks hold different gradients"
 
 
 def gradients(model):
@@ -116,6 +127,7 @@ def many_ranks(world, layout, case, dense, *, rows="dealt", backend="sdpa", redu
     found = {}
     for name, grad in gradients(case.model).items():
         found[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    same_everywhere(world, found)
     return world.sum(sums), found
 
 
@@ -131,7 +143,8 @@ def check_bytes(layout, split, batch, config):
     assert counted == planned, (counted, planned)
 
 
-def compare(name, found, expected):
+def compare(name, found, expected, *, has_loss=True):
+    assert bool(expected[0][0].any()) == has_loss, f"{name}: the losses are {expected[0][0]}"
     assert torch.equal(found[0][1:3].round(), expected[0][1:3].round()), name
     pairs = {"sums": (found[0], expected[0])}
     pairs |= {n: (found[1][n], g) for n, g in expected[1].items()}
@@ -176,7 +189,9 @@ def equality_main(world, whole):
             for name, (layout, rows, backend) in layouts.items():
                 found = many_ranks(world, layout, case, dense, rows=rows, backend=backend)
                 if world.is_main:
-                    compare(f"{name}, {mask}, dense {dense}", found, expected)
+                    compare(
+                        f"{name}, {mask}, dense {dense}", found, expected, has_loss=mask != "none"
+                    )
     deeper_main(world, layouts["gathered, dealt"][0])
     fsdp_main(world, whole)
     positions_main(world)
@@ -207,7 +222,7 @@ def fsdp_main(world, whole):
             expected = one_rank(new_case(mask), dense)
             found = many_ranks(world, layout, new_case(mask), dense, reducer=FullySharded)
             if world.is_main:
-                compare(f"{name}, {mask}, dense {dense}", found, expected)
+                compare(f"{name}, {mask}, dense {dense}", found, expected, has_loss=mask != "none")
 
 
 def positions_main(world):
