@@ -5,6 +5,7 @@ import sys
 if __name__ == "__main__":
     try:
         from specforge_trim.cli import train_main
+        from specforge_trim.running import leave
     except KeyboardInterrupt:  # torch takes seconds to import
         sys.exit(130)
-    sys.exit(train_main())
+    leave(train_main())

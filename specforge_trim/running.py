@@ -6,6 +6,7 @@ this program.  Of several ranks one speaks.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -58,6 +60,22 @@ def guarded(command: Command, argv: Sequence[str]) -> int:
         _tell("interrupted; run the same command to go on")
         return 143 if isinstance(error, _Terminated) else 130
     return 0
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process with an exit code, after the handlers that modules registered for its end.
+
+    One of several ranks leaves out the interpreter's own teardown: threads of the collectives may
+    still hold Python objects, and one that asks for the interpreter while it goes away aborts the
+    process ("terminate called without an active exception") although its run is finished.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 class _Terminated(KeyboardInterrupt):

@@ -238,3 +238,24 @@ def test_a_hub_that_does_not_answer_is_an_error_at_once(monkeypatch):
     with pytest.raises(OSError, match="'nobody/nothing'.*cannot be reached") as error:
         check_hub("nobody/nothing")
     assert url in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_of_many_ranks_leaves_without_the_teardown_that_can_abort_it(ranks):
+    """Its exit code, its output and handlers stay; objects that live on are not torn down."""
+    code = """
+import atexit, os, sys
+from specforge_trim.running import leave
+class Late:
+    def __del__(self, write=os.write): write(1, b"torn down\\n")
+sys.late = Late()
+atexit.register(print, "handler")
+print("printed")
+leave(3)
+"""
+    environment = os.environ | {"WORLD_SIZE": str(ranks), "RANK": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    lines = ["printed", "handler", *(["torn down"] if ranks == 1 else [])]
+    assert (done.returncode, done.stdout.splitlines()) == (3, lines), done.stderr
