@@ -131,7 +131,7 @@ def plan_of_run(config: Config, *, world_size: int) -> str:
     ]  # fmt: skip
     width = max(len(name) for name, _ in rows)
     lines += [f"{name:<{width}}  {value}" for name, value in rows]
-    lines += [f"note: {note}" for note in draft.notes]
+    lines += [f"note: {note}" for note in draft.notes(max_length=config.data.max_length)]
     lines += ["", *_parameter_table(draft_size(draft))]
     memory = training_memory(config, draft, device=device, world_size=world_size)
     cells = [(name, f"{value / MB:,.0f}") for name, value in memory.items()]

@@ -57,7 +57,7 @@ def build_draft(
         model.init_head_from_target(head)
     if start is not None:
         _copy_weights(model, start)
-    for note in target.draft.notes:
+    for note in target.draft.notes(max_length=config.data.max_length):
         logger.warning("draft: %s", note)
     _report_vocab(model, counts)
     model.to(device)

@@ -192,7 +192,8 @@ def test_a_plan_knows_prepared_data_and_loads_no_weights(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "ranks"), [("qwen3-32b-long-context-64k", 4), ("qwen3-coder-480b-agent-128k", 8)]
+    ("recipe", "ranks"),
+    [("llama-3.3-70b-long-context-64k", 4), ("qwen3-coder-480b-agent-128k", 8)],
 )
 def test_recipes_of_long_contexts_share_sequences(recipe, ranks, capsys, monkeypatch):
     """Planned without torchrun for the fewest ranks that can run them."""
@@ -200,7 +201,18 @@ def test_recipes_of_long_contexts_share_sequences(recipe, ranks, capsys, monkeyp
     assert train_main(["--dry-run", "--config", f"examples/{recipe}.yaml"]) == 0
     out = capsys.readouterr().out
     assert f"{ranks} x cuda, usp: {ranks} share a sequence, keys gathered" in out
-    assert "all, per rank" in out
+    assert "all, per rank" in out and "note:" not in out
+
+
+def test_a_plan_says_when_documents_are_longer_than_the_drafts_positions(capsys, monkeypatch):
+    """phi-4 ends at 16,384: every recipe's length fits, one token more is announced."""
+    monkeypatch.chdir(ROOT)
+    plan = ["--dry-run", "--config", "examples/phi-4-chat-single-gpu.yaml", "--max-length"]
+    assert train_main([*plan, "16384"]) == 0
+    assert "note:" not in capsys.readouterr().out
+    assert train_main([*plan, "16385"]) == 0
+    note = "note: max_length=16385 is beyond max_position_embeddings=16384"
+    assert note in capsys.readouterr().out
 
 
 def test_memory_of_shared_keys_and_split_weights():

@@ -186,9 +186,8 @@ class DraftConfig:
         only = ("qk_norm", "attention_bias", "norm_before_residual", "norm_before_fc")
         return tuple(name for name in only if getattr(self, name))
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What to know before training such a draft, a line each."""
+    def notes(self, *, max_length: int) -> tuple[str, ...]:
+        """What to know before training such a draft on documents of max_length tokens."""
         notes = []
         if self.vllm_only:
             notes.append(f"{', '.join(self.vllm_only)} is read by vLLM only")
@@ -196,6 +195,12 @@ class DraftConfig:
             notes.append(
                 f"num_hidden_layers={self.num_hidden_layers} can be trained, but neither exported "
                 "nor evaluated: engines share no layout for drafts of several layers"
+            )
+        if max_length > self.max_position_embeddings:
+            notes.append(
+                f"max_length={max_length} is beyond max_position_embeddings="
+                f"{self.max_position_embeddings}: engines serve no position there; "
+                "lower --max-length, or give the target's longer limit with its rope parameters"
             )
         return tuple(notes)
 
