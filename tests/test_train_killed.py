@@ -40,7 +40,8 @@ def whole_steps(out):
 
 
 def remains(out):
-    return [p.name for p in (out / "checkpoints").glob(".*")]
+    """What kills have left, as (name, when it was made or last changed in its place)."""
+    return {(p.name, p.stat().st_mtime_ns) for p in (out / "checkpoints").glob(".*")}
 
 
 def resumed_from(child):
@@ -67,13 +68,14 @@ def kill_often(place):
     last, count = 0, KEPT
     while sum(tally.values()) < KILLS or tally["writing"] < INSIDE:
         assert sum(tally.values()) < 3 * KILLS, tally
+        before = remains(out)  # of an earlier kill; stays until the next save
         child = start(place, out.name, *FLAGS, hook=slow_disk)
         child.until(lambda child=child: "train:" in child.log.read_text(errors="replace"))
         time.sleep(rng.uniform(0.0, 0.6))
         child.send(signal.SIGKILL, group=True)
         assert child.wait() == -signal.SIGKILL, child.text
         assert resumed_from(child) == last, (resumed_from(child), last)
-        left = remains(out)
+        left = [name for name, _ in remains(out) - before]
         kind = "outside a save"
         if any("writing" in name for name in left):
             kind = "writing"

@@ -115,6 +115,27 @@ def test_train_path_another_order_of_documents_is_no_continuation(place, straigh
     assert "has seen other documents" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("fewer", [("--max-steps", "2"), ("--epochs", "1")])
+def test_train_path_fewer_steps_than_are_done_leave_everything_as_it_is(
+    place, straight, fewer, capfd
+):
+    name = f"fewer {fewer[0]}"
+    shutil.copytree(place / "straight", place / name)
+    assert run(place, name, *TRIM, *fewer) == straight
+    assert f"nothing left to train: {len(straight)} of " in capfd.readouterr().err
+    assert checkpoints.newest(place / name / "checkpoints").step == len(straight)
+
+
+def test_train_path_metrics_that_cannot_be_written_are_an_error_on_a_line_of_its_own(
+    place, straight, capfd
+):
+    (place / "folder" / "metrics.jsonl").mkdir(parents=True)
+    argv = ["--config", str(place / "recipe.yaml"), "--output-dir", str(place / "folder")]
+    assert train_main([*argv, *TRIM]) == 2
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: output_dir = ") and "metrics.jsonl" in last, last
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_train_path_a_signal_lets_the_step_be_finished_and_saved(
     place, straight, number, monkeypatch, capfd

@@ -89,6 +89,8 @@ class Keeper:
         """It is this run's, and has seen the documents that this run would have seen."""
         checkpoints.check_identity(found, self._about.identity)
         saved = found.meta["progress"].get("order")
+        if found.step > self._schedule.total_steps:
+            return  # fewer steps are asked for than are done: nothing will be trained
         if saved is not None and saved != self._schedule.order_digest(found.step):
             raise ValueError(
                 f"checkpoint {found.path} has seen other documents in its {found.step} steps than "

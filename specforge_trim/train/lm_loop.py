@@ -141,9 +141,9 @@ class _Run:
         if done == 0:
             self._measure(held, 0)
         row = None
-        bar = Progress(total=total, done=done, show=self.world.is_main)
         loading = closing(self.loader.steps(done))
         trackers = closing(open_trackers(self.config, done=done, world=self.world))
+        bar = Progress(total=total, done=done, show=self.world.is_main)
         with (
             Steps(done, self.world) as steps,
             loading as made_ahead,

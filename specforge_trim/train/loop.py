@@ -142,8 +142,9 @@ class _Run:
         clock = Throughput(self.world)
         row: dict[str, Any] | None = None
         best = Best(self.evaluation.best_by, keep.best())
-        progress = closing(Progress(total=total, done=done, show=self.world.is_main))
         trackers = closing(open_trackers(self.config, done=done, world=self.world))
+        # After what may fail: an error has a line of its own.
+        progress = closing(Progress(total=total, done=done, show=self.world.is_main))
         loading = closing(self.loader.steps(done))
         with (
             Steps(done, self.world) as steps,
