@@ -45,6 +45,7 @@ def check_stopped(out, children, number):
 
 
 def check_one_process(place):
+    stopped = []
     for number in (signal.SIGTERM, signal.SIGINT):
         out = place / number.name
         child = start(place, out.name, *FLAGS)
@@ -56,6 +57,12 @@ def check_one_process(place):
         assert again.wait() == 0, again.text
         assert f"resuming after step {steps - 7}" in again.text
         assert list(losses(out)) == list(range(1, steps + 1))
+        stopped.append(losses(out))
+    longest = max(stopped, key=len)
+    assert start(place, "whole", *FLAGS, "--max-steps", str(len(longest))).wait() == 0
+    whole = losses(place / "whole")
+    for found in stopped:  # a continued run is the run in one piece, bit for bit
+        assert found == {step: whole[step] for step in found}
 
 
 def check_two_ranks(place):
@@ -218,4 +225,8 @@ def all_checks(place):
 @pytest.mark.slow
 def test_train_signals_and_losses(tmp_path):
     tiny.training_place(tmp_path)
+    recipe = tmp_path / "recipe.yaml"
+    # A constant rate: with another --max-steps the steps before it stay as they were.
+    constant = "min_lr_ratio: 1.0, warmup_ratio: 0"
+    recipe.write_text(recipe.read_text().replace("epochs: 2", constant))
     warm(all_checks, tmp_path, report=tmp_path / "report", seconds=280)
