@@ -104,6 +104,16 @@ def bare_arm(tokenizer, path: Path) -> dict:
     return found
 
 
+def peak_mb() -> float:
+    """Highest resident size of this program.
+
+    Not ru_maxrss: that survives the start of a program, and so holds what its parent had, the
+    whole target where the parent has just converted it.
+    """
+    [line] = [x for x in open("/proc/self/status") if x.startswith("VmHWM:")]
+    return int(line.split()[1]) / 1024
+
+
 def prepare_arm(tokenizer, path: Path, cache: str, processes: int) -> dict:
     from specforge_trim.data.dataset import prepare
 
@@ -118,7 +128,7 @@ def prepare_arm(tokenizer, path: Path, cache: str, processes: int) -> dict:
         "children_cpu": children.ru_utime + children.ru_stime,
         "conversations": len(data),
         "tokens": data.num_tokens,
-        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_mb": peak_mb(),
         "child_peak_mb": children.ru_maxrss / 1024,
         "folder": str(data.folder),
     }
