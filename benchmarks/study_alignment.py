@@ -24,7 +24,8 @@ import torch
 
 from specforge_trim import distributed, pipeline, results
 from specforge_trim.config import Config, load_config
-from specforge_trim.decode import Prompt, RecordedVerifier, decode_rounds, last_prompt
+from specforge_trim.decode import Prompt, last_prompt
+from specforge_trim.decode_rounds import RecordedVerifier, decode_rounds
 from specforge_trim.model.cached_draft import CachedDraft
 from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.target.hf import HFTarget

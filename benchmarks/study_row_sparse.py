@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specforge_trim.decode import Prompt, RecordedVerifier, Recording, decode_rounds, last_prompt
+from specforge_trim.decode import Prompt, last_prompt
+from specforge_trim.decode_rounds import RecordedVerifier, Recording, decode_rounds
 from specforge_trim.distributed import World
 from specforge_trim.lm_config import LmConfig
 from specforge_trim.lm_evaluate import LmProposer

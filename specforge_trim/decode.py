@@ -13,15 +13,25 @@ next choice after it comes free. The output is the target's own greedy output by
 Letters: A aux layers, Dt target width, n prompt tokens.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from .decode_report import ArmReport, EvalReport, SetReport
+from .decode_rounds import (
+    Decoded,
+    LiveVerifier,
+    Proposer,
+    RecordedVerifier,
+    Recording,
+    Verifier,
+    decode_rounds,
+    record_greedy,
+)
 from .model.cached_draft import CachedDraft
 from .model.draft import Eagle3Draft
 from .sampled_decode import SamplingDraft, SamplingVerifier, draw, probabilities
@@ -30,144 +40,6 @@ from .target.cached import CachedTarget
 from .target.hf import HFTarget
 
 NEAR_TIE = 1e-4  # top-two logits closer than this may swap between two orders of summation
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """One prompt's output and its counts.
-
-    tokens: the answer, from the prompt pass's token to an end token (included) or the limit;
-    passes: verification passes, emitted: tokens they gave (len(tokens) - 1);
-    tried, accepted: per depth, how often a drafted token was reached and accepted.
-    """
-
-    tokens: tuple[int, ...]
-    passes: int
-    tried: tuple[int, ...]
-    accepted: tuple[int, ...]
-
-    @property
-    def emitted(self) -> int:
-        return len(self.tokens) - 1
-
-
-class Proposer(Protocol):
-    """A draft as the decoding loop sees it."""
-
-    def propose(self, depth: int) -> list[int]: ...
-
-    def extend(self, aux_RA: Tensor, next_ids: Sequence[int]) -> None: ...
-
-
-class Verifier(Protocol):
-    """A target as the decoding loop sees it: `verify`, then `keep` the entries that were true."""
-
-    def verify(self, ids: Sequence[int]) -> tuple[Sequence[int], Tensor]: ...
-
-    def keep(self, count: int) -> None: ...
-
-
-class LiveVerifier:
-    """Verification by passes of the target, from where its cache stands."""
-
-    def __init__(self, target: CachedTarget) -> None:
-        self.target = target
-        self._start = target.length
-
-    def verify(self, ids: Sequence[int]) -> tuple[Sequence[int], Tensor]:
-        self._start = self.target.length
-        result = self.target.advance(ids, keep=len(ids))
-        return result.choices, result.aux
-
-    def keep(self, count: int) -> None:
-        self.target.rewind(self._start + count)
-
-
-@dataclass(frozen=True)
-class Recording:
-    """The target's own greedy answer.
-
-    tokens as in Decoded; gaps[j]: the lead of tokens[j] over the second best; aux [len-1, A*Dt]:
-    states of every token but the last, which was not run.
-    """
-
-    tokens: tuple[int, ...]
-    gaps: tuple[float, ...]
-    aux: Tensor
-
-
-class RecordedVerifier:
-    """Verification from the target's recorded answer, with no pass of the target.
-
-    Greedy verification reads the target's choices only up to the first rejected token, and up to
-    there the recording has just those choices and states: counts are those of a live run.
-    """
-
-    def __init__(self, recording: Recording) -> None:
-        self.recording = recording
-        self._at = 0
-
-    def verify(self, ids: Sequence[int]) -> tuple[Sequence[int], Tensor]:
-        end = self._at + len(ids)
-        return self.recording.tokens[self._at + 1 : end + 1], self.recording.aux[self._at : end]
-
-    def keep(self, count: int) -> None:
-        self._at += count
-
-
-def decode_rounds(
-    verifier: Verifier,
-    draft: Proposer,
-    first_token: int,
-    *,
-    depth: int,
-    max_new_tokens: int,
-    eos_ids: Collection[int],
-) -> Decoded:
-    """Rounds of drafting and verification, from the token that the prompt's pass gave.
-
-    Both sides stand at the end of the prompt: the verifier has run its tokens, the draft has
-    their states and `first_token`.
-    """
-    tokens = [first_token]
-    passes, tried, accepted = 0, [0] * depth, [0] * depth
-    while tokens[-1] not in eos_ids and len(tokens) < max_new_tokens:
-        proposed = draft.propose(depth)
-        choices, aux = verifier.verify([tokens[-1], *proposed])
-        agreed = 0
-        while agreed < min(depth, len(choices)) and proposed[agreed] == choices[agreed]:
-            agreed += 1
-        emitted = list(choices[: agreed + 1])[: max_new_tokens - len(tokens)]
-        end = next((i for i, token in enumerate(emitted) if token in eos_ids), None)
-        if end is not None:
-            emitted = emitted[: end + 1]
-        assert emitted, "a verification pass emits at least one token"
-        for i in range(min(depth, len(emitted))):
-            tried[i] += 1
-            accepted[i] += i < agreed
-        passes += 1
-        tokens += emitted
-        verifier.keep(len(emitted))
-        draft.extend(aux[: len(emitted)], emitted)
-    return Decoded(tuple(tokens), passes, tuple(tried), tuple(accepted))
-
-
-def record_greedy(
-    target: CachedTarget,
-    first_token: int,
-    first_gap: float,
-    *,
-    max_new_tokens: int,
-    eos_ids: Collection[int],
-) -> Recording:
-    """The target alone, a token a pass, from where its cache stands."""
-    tokens, gaps, aux = [first_token], [first_gap], []
-    while tokens[-1] not in eos_ids and len(tokens) < max_new_tokens:
-        result = target.advance(tokens[-1:], keep=1)
-        tokens += result.choices
-        gaps += result.gaps
-        aux.append(result.aux)
-    return Recording(tuple(tokens), tuple(gaps), torch.cat(aux) if aux else torch.empty(0, 0))
 
 
 class Prompt:
@@ -195,13 +67,20 @@ class Prompt:
         self, draft: Eagle3Draft, *, depth: int, recording: Recording | None = None
     ) -> Decoded:
         """Decode with `draft`, verified by live passes, or by `recording` when one is given."""
+        drafted = self._drafted(draft, self.first_token)
+        return self.verified(drafted, depth=depth, recording=recording)
+
+    def verified(
+        self, drafted: Proposer, *, depth: int, recording: Recording | None = None
+    ) -> Decoded:
+        """The same with any draft that stands at the end of the prompt and has `first_token`."""
+        verifier: Verifier
         if recording is None:
             self.target.rewind(len(self.ids))
-            verifier: Verifier = LiveVerifier(self.target)
+            verifier = LiveVerifier(self.target)
         else:
             verifier = RecordedVerifier(recording)
-        cached = self._drafted(draft, self.first_token)
-        return decode_rounds(verifier, cached, self.first_token, depth=depth, **self._limits)
+        return decode_rounds(verifier, drafted, self.first_token, depth=depth, **self._limits)
 
     def sample(
         self, draft: Eagle3Draft, *, depth: int, temperature: float, generator: torch.Generator
@@ -305,6 +184,49 @@ def evaluate(
         ValueError: an empty prompt set, a prompt too long for the target, drafts that do not
             fit the target, or a target or draft that is not fp32 (the comparison needs it).
     """
+    for one in (draft, *(() if untrained is None else (untrained,))):
+        check_pair(target, one)
+        if one.fc.weight.dtype != torch.float32:
+            raise ValueError(f"evaluation runs in float32; got {one.fc.weight.dtype}")
+
+    def decoding(with_draft: Eagle3Draft) -> Decoding:
+        return lambda prompt, own: prompt.speculate(with_draft, depth=depth, recording=own)
+
+    report = evaluate_with(
+        target,
+        prompt_sets,
+        trained=decoding(draft),
+        untrained=None if untrained is None else decoding(untrained),
+        depth=depth,
+        max_new_tokens=max_new_tokens,
+        progress=progress,
+    )
+    return replace(
+        report,
+        training_accuracy=None if training_accuracy is None else tuple(training_accuracy),
+        training_acceptance=None if training_acceptance is None else tuple(training_acceptance),
+    )
+
+
+# How a prompt is decoded: verified by live passes, or by the recorded answer where one is given.
+Decoding = Callable[[Prompt, Recording | None], Decoded]
+
+
+def evaluate_with(
+    target: HFTarget,
+    prompt_sets: Mapping[str, Iterable[Tensor]],
+    *,
+    trained: Decoding,
+    untrained: Decoding | None,
+    depth: int,
+    max_new_tokens: int,
+    progress: bool = True,
+) -> EvalReport:
+    """`evaluate` for any kind of draft, given by how it decodes a prompt with `depth`.
+
+    Raises ValueError for an empty prompt set, and for a prompt too long for the target before
+    any is decoded.
+    """
     if depth < 1 or max_new_tokens < 2:
         raise ValueError(
             f"depth={depth}, max_new_tokens={max_new_tokens}; expected at least 1 and 2"
@@ -313,67 +235,48 @@ def evaluate(
     empty = [name for name, prompts in sets.items() if not prompts]
     if empty or not sets:
         raise ValueError(f"no prompts to decode in {empty or 'prompt_sets'}; expected some")
-    for one in (draft, *(() if untrained is None else (untrained,))):
-        check_pair(target, one)
-        if one.fc.weight.dtype != torch.float32:
-            raise ValueError(f"evaluation runs in float32; got {one.fc.weight.dtype}")
+    for prompts in sets.values():
+        for ids in prompts:
+            check_prompt(target, ids, max_new_tokens)
+    reports = []
     total = sum(map(len, sets.values()))
     with tqdm(total=total, desc="decoding", unit="prompt", disable=not progress) as bar:
-        reports = [
-            _evaluate_set(
-                name,
-                prompts,
-                target,
-                draft,
-                untrained,
-                depth=depth,
-                max_new_tokens=max_new_tokens,
-                bar=bar,
-            )
-            for name, prompts in sets.items()
-        ]
-    return EvalReport(
-        depth=depth,
-        max_new_tokens=max_new_tokens,
-        sets=tuple(reports),
-        training_accuracy=None if training_accuracy is None else tuple(training_accuracy),
-        training_acceptance=None if training_acceptance is None else tuple(training_acceptance),
-    )
+        for name, prompts in sets.items():
+            read = (Prompt(target, ids, max_new_tokens=max_new_tokens) for ids in prompts)
+            reports.append(_evaluate_set(name, read, trained, untrained, bar))
+    return EvalReport(depth=depth, max_new_tokens=max_new_tokens, sets=tuple(reports))
 
 
 def _evaluate_set(
     name: str,
-    prompts: Sequence[Tensor],
-    target: HFTarget,
-    draft: Eagle3Draft,
-    untrained: Eagle3Draft | None,
-    *,
-    depth: int,
-    max_new_tokens: int,
+    prompts: Iterable[Prompt],
+    trained: Decoding,
+    untrained: Decoding | None,
     bar: tqdm,
 ) -> SetReport:
     """Every arm on the prompts of one set."""
-    trained, baseline, ties, different = [], [], 0, []
-    for index, ids in enumerate(prompts):
-        prompt = Prompt(target, ids, max_new_tokens=max_new_tokens)
+    arms: tuple[list[Decoded], list[Decoded]] = ([], [])
+    tokens, ties, different = 0, 0, []
+    for index, prompt in enumerate(prompts):
         own = prompt.greedy()
-        trained.append(prompt.speculate(draft, depth=depth))
+        arms[0].append(trained(prompt, None))
         if untrained is not None:
-            baseline.append(prompt.speculate(untrained, depth=depth, recording=own))
-        at = first_difference(trained[-1].tokens, own.tokens)
+            arms[1].append(untrained(prompt, own))
+        at = first_difference(arms[0][-1].tokens, own.tokens)
         if at is not None and at < len(own.gaps) and own.gaps[at] <= NEAR_TIE:
             ties += 1
         elif at is not None:
             different.append(index)
+        tokens += len(prompt.ids)
         bar.set_postfix_str(f"{name}, {len(own.tokens)} tokens", refresh=False)
         bar.update()
     return SetReport(
         name=name,
-        prompts=len(prompts),
-        prompt_tokens=sum(map(len, prompts)),
-        trained=_arm(trained),
-        untrained=_arm(baseline) if baseline else None,
-        equal=len(prompts) - len(different),
+        prompts=len(arms[0]),
+        prompt_tokens=tokens,
+        trained=_arm(arms[0]),
+        untrained=_arm(arms[1]) if arms[1] else None,
+        equal=len(arms[0]) - len(different),
         near_ties=ties,
         different=tuple(different),
     )

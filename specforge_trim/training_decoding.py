@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from specforge_trim.config import Config
-from specforge_trim.decode import Decoded, Prompt, check_pair, check_prompt
+from specforge_trim.decode import Prompt, check_pair, check_prompt
+from specforge_trim.decode_rounds import Decoded
 from specforge_trim.distributed import World
 from specforge_trim.model.cached_draft import CachedDraft
 from specforge_trim.model.draft import Eagle3Draft

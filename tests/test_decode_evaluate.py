@@ -2,7 +2,8 @@
 
 Catches: rates averaged over prompts instead of counts divided once; an output that differs and
 is reported equal; a near tie counted as a fault; nan in JSON; an untrained comparison that costs
-passes of the target or counts otherwise than a live run.
+passes of the target or counts otherwise than a live run; a prompt that is too long, found after
+an hour of decoding.
 """
 
 import json
@@ -15,8 +16,9 @@ from tiny_draft import prompt_ids, random_draft
 from transformers import LlamaForCausalLM
 
 from specforge_trim import decode
-from specforge_trim.decode import Decoded, Prompt, Recording, evaluate
+from specforge_trim.decode import Prompt, evaluate
 from specforge_trim.decode_report import ArmReport, EvalReport, SetReport
+from specforge_trim.decode_rounds import Decoded, Recording
 from specforge_trim.target.hf import HFTarget
 
 
@@ -143,6 +145,14 @@ def test_gaps_are_the_lead_of_each_chosen_token(target):
     assert best.indices[:, 0].tolist() == list(own.tokens)
     gaps = best.values[:, 0] - best.values[:, 1]
     torch.testing.assert_close(torch.tensor(own.gaps), gaps, atol=1e-4, rtol=1e-4)
+
+
+def test_a_prompt_too_long_is_refused_before_any_is_decoded(target, monkeypatch):
+    monkeypatch.setattr(Prompt, "greedy", lambda self: pytest.fail("a prompt was decoded"))
+    limit = target.config.max_position_embeddings
+    sets = {"x": [prompt_ids(9), torch.full((limit - 7,), 5)]}
+    with pytest.raises(ValueError, match=f"prompt of {limit - 7} tokens and max_new_tokens=8"):
+        evaluate(target, random_draft(target), sets, max_new_tokens=8, progress=False)
 
 
 def test_what_cannot_be_evaluated_is_refused(target):

@@ -11,17 +11,8 @@ from tiny import randomise, tiny_config
 from tiny_draft import prompt_ids, random_draft
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
-from specforge_trim.decode import (
-    LiveVerifier,
-    Prompt,
-    RecordedVerifier,
-    Recording,
-    check_pair,
-    decode_rounds,
-    first_difference,
-    last_prompt,
-    speculate,
-)
+from specforge_trim.decode import Prompt, check_pair, first_difference, last_prompt, speculate
+from specforge_trim.decode_rounds import LiveVerifier, RecordedVerifier, Recording, decode_rounds
 from specforge_trim.model.cached_draft import CachedDraft
 from specforge_trim.target.cached import CachedTarget
 from specforge_trim.target.hf import HFTarget
