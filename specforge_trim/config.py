@@ -16,13 +16,13 @@ from specforge_trim import options
 from specforge_trim.config_checks import check_pairs, check_world, least_ranks, sequence_degrees
 from specforge_trim.config_sections import (
     AttentionConfig,
-    DataConfig,
+    FeatureDataConfig,
     LossConfig,
     ModelConfig,
-    ParallelConfig,
+    SequenceParallelConfig,
     TrimConfig,
 )
-from specforge_trim.config_training import DraftEvaluateConfig, TrackConfig, TrainConfig
+from specforge_trim.config_training import DraftEvaluateConfig, RunConfig, TrackConfig, TrainConfig
 from specforge_trim.options import ConfigError, Parser, section
 
 __all__ = [
@@ -50,15 +50,15 @@ _PATHS = (
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(RunConfig):
     """All settings of a run; construction refuses values and pairs that cannot work."""
 
     model: ModelConfig = section(ModelConfig)
-    data: DataConfig = section(DataConfig)
+    data: FeatureDataConfig = section(FeatureDataConfig)
     loss: LossConfig = section(LossConfig)
     trim: TrimConfig = section(TrimConfig)
     attention: AttentionConfig = section(AttentionConfig)
-    parallel: ParallelConfig = section(ParallelConfig)
+    parallel: SequenceParallelConfig = section(SequenceParallelConfig)
     train: TrainConfig = section(TrainConfig)
     track: TrackConfig = section(TrackConfig)
     evaluate: DraftEvaluateConfig = section(DraftEvaluateConfig)
@@ -80,18 +80,6 @@ class Config:
         if self.attention.attention_backend == "usp":
             return self.attention.local_attention or "sdpa"
         return self.attention.attention_backend
-
-    @property
-    def cache_dir(self) -> Path:
-        return Path(self.data.cache_dir).expanduser()
-
-    @property
-    def output_dir(self) -> Path:
-        return Path(self.train.output_dir).expanduser()
-
-    def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Nested plain values, for provenance and for YAML."""
-        return options.to_dict(self)
 
 
 def config_parser(

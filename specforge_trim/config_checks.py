@@ -217,13 +217,18 @@ def least_ranks(config: Any) -> int:
     return ranks
 
 
-def check_world(config: Any, world_size: int) -> None:
-    """Refuses settings that do not fit the number of ranks."""
+def check_fsdp(config: Any, world_size: int) -> None:
+    """Refuses to split the weights of one rank."""
     if config.parallel.fsdp and world_size == 1:
         raise ConfigError(
             "fsdp = True splits the weights over ranks and this run has one: start it with "
             "torchrun --nproc_per_node 2 or use --no-fsdp"
         )
+
+
+def check_world(config: Any, world_size: int) -> None:
+    """Refuses settings that do not fit the number of ranks."""
+    check_fsdp(config, world_size)
     if config.attention.attention_backend != "usp":
         return
     if world_size == 1:

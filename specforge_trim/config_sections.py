@@ -71,17 +71,12 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Conversations, their features, and how they are packed into batches."""
+    """Conversations, and how they are packed into batches."""
 
     train_data: tuple[str, ...] = option(
         (),
         "files of conversations to train on: JSON lines (also gzip) or Parquet; FILE@W is passed "
         "over W times an epoch (0.5 = half of it, another half in the next)",
-    )
-    train_features: str | None = option(
-        None,
-        "folder of target features another trainer captured (SpecForge .ckpt, speculators "
-        "hs_*.safetensors, ModelOpt .pt), trained on instead of train_data",
     )
     cache_dir: str = option(
         "~/.cache/specforge_trim",
@@ -127,9 +122,19 @@ class DataConfig:
     )
     num_workers: int = option(
         1,
-        "loader processes per rank that read and plan batches; 0 = in the main process, as "
-        "always with online",
+        "loader processes per rank that read and plan batches; 0 = in the main process",
         at_least=0,
+    )
+
+
+@dataclass(frozen=True)
+class FeatureDataConfig(DataConfig):
+    """Conversations, their features, and how they are packed into batches."""
+
+    train_features: str | None = option(
+        None,
+        "folder of target features another trainer captured (SpecForge .ckpt, speculators "
+        "hs_*.safetensors, ModelOpt .pt), trained on instead of train_data",
     )
     feature_dtype: str = option(
         "bfloat16", "number format of the features on disk", choices=DTYPES
@@ -139,8 +144,9 @@ class DataConfig:
     )
     online: bool = option(
         False,
-        "run the target while training and store nothing: each rank holds the whole target, and "
-        "every epoch computes the features again",
+        "run the target while training and store nothing: each rank holds the whole target, makes "
+        "its batches in the main process (num_workers has no effect), and computes the features "
+        "again every epoch",
     )
 
 
@@ -253,6 +259,18 @@ class AttentionConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
+    """Several ranks: documents are spread over them."""
+
+    fsdp: bool = option(
+        False, "split weights, gradients and optimizer state over all ranks (FSDP2)"
+    )
+    timeout_minutes: float = option(
+        30.0, "how long a rank waits for another before the run ends with an error", above=0.0
+    )
+
+
+@dataclass(frozen=True)
+class SequenceParallelConfig(ParallelConfig):
     """Several ranks: sequences shared with --attention-backend usp, weights split with --fsdp."""
 
     sp_context: str = option(
@@ -278,10 +296,4 @@ class ParallelConfig:
         "which rank computes a shared sequence's kept rows: dealt = equal cost on all; owner = "
         "the rank that holds the row's token",
         choices=("dealt", "owner"),
-    )
-    fsdp: bool = option(
-        False, "split weights, gradients and optimizer state over all ranks (FSDP2)"
-    )
-    timeout_minutes: float = option(
-        30.0, "how long a rank waits for another before the run ends with an error", above=0.0
     )

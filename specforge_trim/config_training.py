@@ -1,13 +1,16 @@
 """Sections of a configuration: optimisation, checkpoints, trackers, and evaluation.
 
-Every setting with its default, unit and effect.
+Every setting with its default, unit and effect; RunConfig is what both trainers' settings share.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from specforge_trim.config_sections import DTYPES
+from specforge_trim import options
+from specforge_trim.config_sections import DTYPES, DataConfig, ParallelConfig
 from specforge_trim.options import ConfigError, option
 
 
@@ -138,3 +141,25 @@ class DraftEvaluateConfig(EvaluateConfig):
         "0 = greedy only",
         at_least=0.0,
     )
+
+
+class RunConfig:
+    """The sections that both trainers have, and what is read off them."""
+
+    data: DataConfig
+    parallel: ParallelConfig
+    train: TrainConfig
+    track: TrackConfig
+    evaluate: EvaluateConfig
+
+    @property
+    def cache_dir(self) -> Path:
+        return Path(self.data.cache_dir).expanduser()
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.train.output_dir).expanduser()
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Nested plain values, for provenance and for YAML."""
+        return options.to_dict(self)

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from specforge_trim.config import config_parser
-from specforge_trim.lm_config import LmConfig, check_world, resolve
+from specforge_trim.config_checks import check_fsdp
+from specforge_trim.lm_config import LmConfig, resolve
 from specforge_trim.running import guarded
 
 DESCRIPTION = """\
@@ -34,7 +35,7 @@ def train_lm_command(argv: Sequence[str]) -> None:
     )  # fmt: skip
     arguments = parser.parse_args(argv)
     config = resolve(arguments)
-    check_world(config, int(os.environ.get("WORLD_SIZE", 1)))
+    check_fsdp(config, int(os.environ.get("WORLD_SIZE", 1)))
 
     from specforge_trim import distributed
     from specforge_trim.cli import quiet_transformers

@@ -1,6 +1,6 @@
 """Settings of train_draft_lm.py: a dense language model as the draft of a larger one.
 
-The same YAML and flags as the EAGLE trainer's; sections with the same settings are its own.
+The same YAML and flags as the EAGLE trainer's, and its sections where they say the same.
 """
 
 from __future__ import annotations
@@ -8,13 +8,12 @@ from __future__ import annotations
 import dataclasses
 import typing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from specforge_trim import options
 from specforge_trim.config_checks import check_trackers
-from specforge_trim.config_sections import DTYPES, DataConfig
-from specforge_trim.config_training import EvaluateConfig, TrackConfig, TrainConfig
+from specforge_trim.config_sections import DTYPES, DataConfig, ParallelConfig
+from specforge_trim.config_training import EvaluateConfig, RunConfig, TrackConfig, TrainConfig
 from specforge_trim.loss_terms import TERMS, parse_objective
 from specforge_trim.options import ConfigError, option, section
 
@@ -32,11 +31,6 @@ def _section_without(base: type, name: str, *left_out: str) -> type:
     )
     made.__module__ = __name__
     return made
-
-
-LmDataConfig: Any = _section_without(
-    DataConfig, "LmDataConfig", "train_features", "feature_dtype", "check_disk", "online"
-)
 
 
 LmTrackConfig: Any = _section_without(TrackConfig, "LmTrackConfig", "profile")
@@ -111,18 +105,6 @@ class LmTrimConfig:
 
 
 @dataclass(frozen=True)
-class LmParallelConfig:
-    """Several ranks: documents are spread over them."""
-
-    fsdp: bool = option(
-        False, "split weights, gradients and optimizer state over all ranks (FSDP2)"
-    )
-    timeout_minutes: float = option(
-        30.0, "how long a rank waits for another before the run ends with an error", above=0.0
-    )
-
-
-@dataclass(frozen=True)
 class LmEvaluateConfig(EvaluateConfig):
     """Held-out conversations: loss while training, speculative decoding at the end."""
 
@@ -132,14 +114,14 @@ class LmEvaluateConfig(EvaluateConfig):
 
 
 @dataclass(frozen=True)
-class LmConfig:
+class LmConfig(RunConfig):
     """All settings of a run; construction refuses values and pairs that cannot work."""
 
     model: LmModelConfig = section(LmModelConfig)
-    data: LmDataConfig = section(LmDataConfig)
+    data: DataConfig = section(DataConfig)
     loss: LmLossConfig = section(LmLossConfig)
     trim: LmTrimConfig = section(LmTrimConfig)
-    parallel: LmParallelConfig = section(LmParallelConfig)
+    parallel: ParallelConfig = section(ParallelConfig)
     train: TrainConfig = section(TrainConfig)
     track: LmTrackConfig = section(LmTrackConfig)
     evaluate: LmEvaluateConfig = section(LmEvaluateConfig)
@@ -161,29 +143,8 @@ class LmConfig:
                 "every row would send gradients into rows that are cut; drop one of the two flags"
             )
 
-    @property
-    def cache_dir(self) -> Path:
-        return Path(self.data.cache_dir).expanduser()
-
-    @property
-    def output_dir(self) -> Path:
-        return Path(self.train.output_dir).expanduser()
-
-    def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Nested plain values, for provenance and for YAML."""
-        return options.to_dict(self)
-
 
 def resolve(arguments: Any) -> LmConfig:
     """The configuration of parsed arguments: defaults, the file, the flags given."""
     values = options.read_yaml(arguments.config, LmConfig) if arguments.config else {}
     return options.build(LmConfig, values | options.given_flags(arguments, LmConfig))
-
-
-def check_world(config: LmConfig, ranks: int) -> None:
-    """Refuses settings that do not fit the number of ranks."""
-    if config.parallel.fsdp and ranks == 1:
-        raise ConfigError(
-            "fsdp = True splits the weights over ranks and this run has one: start it with "
-            "torchrun --nproc_per_node 2 or use --no-fsdp"
-        )

@@ -20,14 +20,13 @@ from torch import nn
 
 from specforge_trim.config import ConfigError
 from specforge_trim.data.sources import document_weights, parse_source
-from specforge_trim.decode import last_prompt
 from specforge_trim.decode_report import EvalReport
 from specforge_trim.distributed import World
 from specforge_trim.lm_config import LmConfig
 from specforge_trim.lm_evaluate import evaluate_lm
 from specforge_trim.loss_terms import parse_objective
 from specforge_trim.objective.teacher import Teacher
-from specforge_trim.pipeline import data_files, data_sources, prepare_data
+from specforge_trim.pipeline import data_files, data_sources, held_out_prompts, prepare_data
 from specforge_trim.provenance import provenance
 from specforge_trim.row_sparse import PackedAttention, RowSparseSettings, enable_row_sparse
 from specforge_trim.target.embedded import resolve_target
@@ -162,15 +161,15 @@ def soft_targets(config: LmConfig, models: LmModels, world: World) -> SoftTarget
 
 def train_lm_draft(config: LmConfig, world: World) -> LmSummary:
     """All phases up to the trained draft, exported to output_dir/export."""
-    world.together(lambda: data_files(config))  # type: ignore[arg-type]
+    world.together(lambda: data_files(config))
     with only_run(config.output_dir, world):
         models = open_lm(config, world)
-        data = prepare_data(config, models, world)  # type: ignore[arg-type]
+        data = prepare_data(config, models, world)
         _check_lengths(models, max(data.lengths))
         model, targets = world.together(lambda: build_lm(config, models, world))
         schedule = Schedule(
             lengths=tuple(int(n) for n in data.lengths),
-            weights=document_weights(data_sources(config), data.file_numbers),  # type: ignore[arg-type]
+            weights=document_weights(data_sources(config), data.file_numbers),
             tokens_per_batch=config.data.tokens_per_batch,
             seed=config.train.seed,
             epochs=config.train.epochs,
@@ -189,7 +188,7 @@ def train_lm_draft(config: LmConfig, world: World) -> LmSummary:
             held_out=_held_out(config, models, world),
             world=world,
             identity=_identity(config, models, data.fingerprint, world),
-            provenance=provenance(config),  # type: ignore[arg-type]
+            provenance=provenance(config),
         )
         world.together(lambda: export_lm(config, models) if world.is_main else None)
         return summary
@@ -208,7 +207,7 @@ def _held_out(config: LmConfig, models: LmModels, world: World) -> HeldOut | Non
     if not config.evaluate.eval_data:
         return None
     files = list(config.evaluate.eval_data)
-    data = prepare_data(config, models, world, paths=files)  # type: ignore[arg-type]
+    data = prepare_data(config, models, world, paths=files)
     return HeldOut(data, config.evaluate.held_out_every)
 
 
@@ -255,13 +254,7 @@ def evaluate_lm_draft(config: LmConfig, world: World) -> EvalReport:
     from transformers import AutoModelForCausalLM
 
     models = open_lm(config, world)
-    sets = {}
-    for path in config.evaluate.eval_data:
-        data = prepare_data(config, models, world, paths=[path])  # type: ignore[arg-type]
-        chosen = [data[i] for i in range(min(config.evaluate.eval_prompts, len(data)))]
-        sets[Path(path).stem] = [last_prompt(d.input_ids, d.loss_mask) for d in chosen]
-    if not sets:
-        raise ConfigError("eval_data names no file: pass --eval-data FILE")
+    sets = held_out_prompts(config, models, world)
     target = HFTarget.load(models.path, dtype=torch.float32, device=world.device, aux_layers=(1,))
     folder = config.output_dir / "export"
     draft = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

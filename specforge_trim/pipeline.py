@@ -19,12 +19,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from specforge_trim.config import Config, ConfigError
 from specforge_trim.config_checks import check_draft, naming_folders, sequence_degrees
+from specforge_trim.config_training import RunConfig
 from specforge_trim.data.dataset import PreparedData, prepare
 from specforge_trim.data.inspect import show_sample
 from specforge_trim.data.peer_formats.folder import PeerData
@@ -88,12 +89,12 @@ def open_target(config: Config, world: World) -> Target:
     return world.together(settle)
 
 
-def data_files(config: Config, paths: Sequence[str] | None = None) -> list[str]:
+def data_files(config: RunConfig, paths: Sequence[str] | None = None) -> list[str]:
     """`paths` or, without any, train_data; ConfigError when there is none or one is missing."""
     return [source.path for source in data_sources(config, paths)]
 
 
-def data_sources(config: Config, paths: Sequence[str] | None = None) -> list[Source]:
+def data_sources(config: RunConfig, paths: Sequence[str] | None = None) -> list[Source]:
     """The same with their weights."""
     sources = [parse_source(entry) for entry in paths or config.data.train_data]
     if not sources:
@@ -112,7 +113,7 @@ def data_sources(config: Config, paths: Sequence[str] | None = None) -> list[Sou
     return sources
 
 
-def mask_options(config: Config) -> MaskOptions:
+def mask_options(config: RunConfig) -> MaskOptions:
     """Which of the assistant's text carries loss."""
     return MaskOptions(
         turns=config.data.supervise_turns,
@@ -121,15 +122,21 @@ def mask_options(config: Config) -> MaskOptions:
     )
 
 
-def drawn(config: Config, data: PreparedData) -> PreparedData:
+def drawn(config: RunConfig, data: PreparedData) -> PreparedData:
     """The conversations that max_conversations leaves."""
     count = config.data.max_conversations
     return data if count is None else data.sample(count, seed=config.train.seed)
 
 
+class HasTokenizer(Protocol):
+    """A target as the preparation of data sees it."""
+
+    def tokenizer(self) -> Any: ...
+
+
 def prepare_data(
-    config: Config,
-    target: Target,
+    config: RunConfig,
+    target: HasTokenizer,
     world: World,
     *,
     paths: Sequence[str] | None = None,
@@ -221,7 +228,9 @@ def train_draft(config: Config, world: World) -> TrainSummary:
         )
 
 
-def held_out_prompts(config: Config, target: Target, world: World) -> dict[str, list[Tensor]]:
+def held_out_prompts(
+    config: RunConfig, target: HasTokenizer, world: World
+) -> dict[str, list[Tensor]]:
     """Prompts of each eval_data file: the tokens before the last answer, eval_prompts of each."""
     if not config.evaluate.eval_data:
         raise ConfigError(

@@ -9,10 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from specforge_trim.config import Config
+from specforge_trim.config_training import RunConfig
 
 
-def provenance(config: Config) -> dict[str, Any]:
+def provenance(config: RunConfig) -> dict[str, Any]:
     """What is kept beside checkpoints and exports; JSON values."""
     return {
         "commit": _commit(),

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "config_training": {"options", "config_sections"},
     "lm_config": {"options", "loss_terms", "config_sections", "config_training", "config_checks"},
     "config_checks": {"options", "loss_terms"},
-    "provenance": {"options", "config"},
+    "provenance": {"options", "config_training"},
     "distributed": {"options", "config"},
     "plan": BASE,
     "parallel": BASE,
