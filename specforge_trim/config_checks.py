@@ -1,6 +1,7 @@
 """Settings that cannot work together, or in this run.  Each refusal names both and a way out."""
 
 import importlib.util
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -203,18 +204,19 @@ def sequence_degrees(config: Any, world_size: int) -> tuple[int, int]:
     if world_size % (ulysses * ring):
         raise ConfigError(
             f"sp_ulysses = {ulysses} times sp_ring = {ring} does not divide the {world_size} "
-            "ranks of this run: lower one of them, or start a multiple of their product"
+            f"ranks of this run: lower one of them, or start a multiple of {ulysses * ring} ranks"
         )
     return ulysses, ring
 
 
 def least_ranks(config: Any) -> int:
     """The fewest ranks that the settings can run on."""
-    ranks = 2 if config.parallel.fsdp else 1
     if config.attention.attention_backend == "usp":
-        named = (config.parallel.sp_ulysses or 1) * (config.parallel.sp_ring or 1)
-        ranks = max(2, named)
-    return ranks
+        parallel = config.parallel
+        ulysses = parallel.sp_ulysses or (2 if parallel.sp_context == "ulysses" else 1)
+        ring = parallel.sp_ring or (2 if parallel.sp_context == "ring" else 1)
+        return max(2, ulysses * ring)
+    return 2 if config.parallel.fsdp else 1
 
 
 def check_fsdp(config: Any, world_size: int) -> None:
@@ -222,7 +224,7 @@ def check_fsdp(config: Any, world_size: int) -> None:
     if config.parallel.fsdp and world_size == 1:
         raise ConfigError(
             "fsdp = True splits the weights over ranks and this run has one: start it with "
-            "torchrun --nproc_per_node 2 or use --no-fsdp"
+            f"torchrun --nproc_per_node {least_ranks(config)} or use --no-fsdp"
         )
 
 
@@ -234,7 +236,8 @@ def check_world(config: Any, world_size: int) -> None:
     if world_size == 1:
         raise ConfigError(
             "attention_backend = 'usp' shards sequences over ranks and this run has one: "
-            "start it with torchrun --nproc_per_node 2 or use --attention-backend sdpa"
+            f"start it with torchrun --nproc_per_node {least_ranks(config)} or use "
+            "--attention-backend sdpa"
         )
     ulysses, ring = sequence_degrees(config, world_size)
     if ulysses * ring == 1:
@@ -242,6 +245,18 @@ def check_world(config: Any, world_size: int) -> None:
             "attention_backend = 'usp' with sp_ulysses = 1 and sp_ring = 1 shares nothing: raise "
             "one of them or use --attention-backend sdpa"
         )
+    context = config.parallel.sp_context
+    for kind, degree, split, other in (
+        ("ulysses", ulysses, "heads", "ring"),
+        ("ring", ring, "positions", "ulysses"),
+    ):
+        if context == kind and degree == 1:
+            raise ConfigError(
+                f"sp_context = {kind!r} splits {split}, but sp_ulysses = {ulysses} and sp_ring = "
+                f"{ring} on {world_size} ranks split none, which is {other} alone: ask for that "
+                f"with --sp-context {other}, or raise --sp-{kind} to 2 or more (their product "
+                "must divide the ranks)"
+            )
 
 
 def check_draft(config: Any, world_size: int, *, heads: int, kv_heads: int, layers: int) -> None:
@@ -250,11 +265,15 @@ def check_draft(config: Any, world_size: int, *, heads: int, kv_heads: int, laye
         return
     if world_size == 1:  # export and evaluation share no sequence
         return
-    ulysses, _ = sequence_degrees(config, world_size)
+    ulysses, ring = sequence_degrees(config, world_size)
     if heads % ulysses or kv_heads % ulysses:
+        fits = math.gcd(ulysses * ring, heads, kv_heads)
+        context = "ring" if fits == 1 else config.parallel.sp_context
         raise ConfigError(
-            f"sp_ulysses = {ulysses} splits heads, and the draft has {heads} heads and "
-            f"{kv_heads} key/value heads: choose a divisor of both, and --sp-ring for the rest"
+            f"sp_ulysses = {ulysses} splits heads, and the draft's {heads} heads and {kv_heads} "
+            f"key/value heads do not split into {ulysses}: use --sp-context {context} "
+            f"--sp-ulysses {fits} --sp-ring {ulysses * ring // fits}, or --sp-context gathered, "
+            "which splits none"
         )
     if layers > 1:
         raise ConfigError(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from specforge_trim.config import Config
-from specforge_trim.config_checks import sequence_degrees
+from specforge_trim.config_checks import check_draft, sequence_degrees
 from specforge_trim.draft_commands import read_target_config
 from specforge_trim.draft_setup import draft_config, sized_draft
 from specforge_trim.model.draft import Eagle3Draft
@@ -110,6 +110,13 @@ def plan_of_run(config: Config, *, world_size: int) -> str:
         draft, source = sized_draft(config, None)
     else:
         draft, source = draft_config(config, text), note
+    check_draft(
+        config,
+        world_size,
+        heads=draft.num_attention_heads,
+        kv_heads=draft.num_key_value_heads,
+        layers=draft.num_hidden_layers,
+    )
     device = config.train.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

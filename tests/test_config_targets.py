@@ -215,6 +215,18 @@ def test_a_plan_says_when_documents_are_longer_than_the_drafts_positions(capsys,
     assert note in capsys.readouterr().out
 
 
+def test_a_plan_refuses_a_split_that_the_draft_does_not_allow(capsys, monkeypatch):
+    """phi-4's draft has 40 heads and 10 key/value heads."""
+    monkeypatch.chdir(ROOT)
+    plan = ["--dry-run", "--config", "examples/phi-4-chat-single-gpu.yaml"]
+    plan += ["--attention-backend", "usp", "--sp-context", "ulysses", "--sp-ulysses"]
+    assert train_main([*plan, "4"]) == 2
+    remedy = "--sp-ulysses 2 --sp-ring 2"
+    assert remedy in capsys.readouterr().err
+    assert train_main([*plan, *remedy.split()[1:]]) == 0
+    assert "4 share a sequence, keys ulysses" in capsys.readouterr().out
+
+
 def test_memory_of_shared_keys_and_split_weights():
     """Draft of width 64 with 2 heads of 16: keys and values 64 numbers a token, 10 bytes each."""
     draft = DraftConfig(

@@ -155,8 +155,29 @@ def test_config_fa_without_its_package_is_refused(monkeypatch):
 
 
 def test_config_usp_with_one_rank_is_refused():
-    with pytest.raises(ConfigError, match="usp.*one.*nproc_per_node"):
-        check_world(load("--attention-backend", "usp"), 1)
+    for flags, ranks in (
+        ([], 2),
+        (["--sp-ulysses", "4"], 4),
+        (["--sp-context", "ulysses", "--sp-ring", "4"], 8),
+        (["--sp-context", "ring", "--sp-ulysses", "2", "--sp-ring", "3", "--fsdp"], 6),
+    ):
+        with pytest.raises(ConfigError, match=f"one: start.* --nproc_per_node {ranks} or"):
+            check_world(load("--attention-backend", "usp", *flags), 1)
+
+
+@pytest.mark.parametrize(
+    ("context", "other", "flags"),
+    [
+        ("ulysses", "ring", ["--sp-ring", "4"]),
+        ("ulysses", "ring", ["--sp-ulysses", "1", "--sp-ring", "2"]),
+        ("ring", "ulysses", ["--sp-ulysses", "4"]),
+    ],
+)
+def test_config_a_split_that_quietly_is_the_other_one_is_refused(context, other, flags):
+    config = load("--attention-backend", "usp", "--sp-context", context, *flags)
+    with pytest.raises(ConfigError, match=f"{context}.* 4 ranks split none.*context {other},"):
+        check_world(config, 4)
+    check_world(load("--attention-backend", "usp", *flags), 4)  # gathered splits neither
 
 
 @pytest.mark.parametrize(
@@ -182,13 +203,21 @@ def test_config_shared_sequences_that_cannot_be_are_refused():
     usp = ("--attention-backend", "usp")
     with pytest.raises(ConfigError, match="ring.*local_attention is 'reference'.*sdpa"):
         load(*usp, "--local-attention", "reference", "--sp-context", "ring")
-    with pytest.raises(ConfigError, match="sp_ulysses = 3 times sp_ring = 1 does not divide"):
+    with pytest.raises(ConfigError, match="sp_ulysses = 3 times sp_ring = 1 does not.* of 3 ranks"):
         check_world(load(*usp, "--sp-ulysses", "3"), 4)
     with pytest.raises(ConfigError, match="shares nothing"):
         check_world(load(*usp, "--sp-ulysses", "1"), 4)
     split = load(*usp, "--sp-context", "ulysses")
-    with pytest.raises(ConfigError, match="sp_ulysses = 4.*8 heads and 2 key/value heads"):
-        check_draft(split, 4, heads=8, kv_heads=2, layers=1)
+    for kv_heads, remedy in (
+        (2, "ulysses --sp-ulysses 2 --sp-ring 2"),
+        (1, "ring --sp-ulysses 1 --sp-ring 4"),
+    ):
+        words = f"sp_ulysses = 4.*8 heads and {kv_heads} .* --sp-context {remedy}, or .*gathered"
+        with pytest.raises(ConfigError, match=words):
+            check_draft(split, 4, heads=8, kv_heads=kv_heads, layers=1)
+        repaired = load(*usp, "--sp-context", *remedy.split())
+        check_world(repaired, 4)
+        check_draft(repaired, 4, heads=8, kv_heads=kv_heads, layers=1)
     with pytest.raises(ConfigError, match="one layer.*gathered"):
         check_draft(split, 2, heads=8, kv_heads=2, layers=2)
     check_draft(split, 2, heads=8, kv_heads=2, layers=1)
