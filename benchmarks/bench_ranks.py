@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from problems import SIZES, STEPS, append_row, make_mask, make_problem, our_step
+from problems import STEPS, append_row, draft_of, make_mask, make_problem, our_step
 
 from specforge_trim.attention.kernel import Kernel
 from specforge_trim.distributed import World
@@ -38,21 +38,7 @@ from specforge_trim.plan.shard import (
     shard_pack,
 )
 
-
-def dims_of(size: str) -> DraftDims:
-    s = SIZES[size]
-    return DraftDims(
-        hidden=s["hidden"],
-        heads=s["heads"],
-        kv_heads=s["kv_heads"],
-        head_dim=s["head_dim"],
-        intermediate=s["mlp"],
-        draft_vocab=s["draft_vocab"],
-        aux_width=3 * s["hidden"],
-    )
-
-
-LLAMA, COUNTED = dims_of("llama-3-8b"), dims_of("counting")
+LLAMA, COUNTED = draft_of("llama-3-8b").dims, draft_of("counting").dims
 
 
 @dataclass(frozen=True)

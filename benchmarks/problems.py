@@ -115,6 +115,24 @@ class Problem:
         return torch.tensor([0, self.tokens])
 
 
+def draft_of(size: str) -> DraftConfig:
+    """The draft of one of SIZES."""
+    s = SIZES[size]
+    return DraftConfig(
+        hidden_size=s["hidden"],
+        intermediate_size=s["mlp"],
+        num_attention_heads=s["heads"],
+        num_key_value_heads=s["kv_heads"],
+        head_dim=s["head_dim"],
+        vocab_size=s["draft_vocab"],
+        draft_vocab_size=s["draft_vocab"],
+        target_hidden_size=s["hidden"],
+        max_position_embeddings=1 << 20,
+        rms_norm_eps=EPS,
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
+    )
+
+
 def make_problem(
     size: str,
     mask: Tensor,
@@ -129,27 +147,14 @@ def make_problem(
 
     On a GPU the features are there too, in the computation's dtype: no transfer is timed.
     """
-    s, gen = SIZES[size], torch.Generator().manual_seed(seed)
-    config = DraftConfig(
-        hidden_size=s["hidden"],
-        intermediate_size=s["mlp"],
-        num_attention_heads=s["heads"],
-        num_key_value_heads=s["kv_heads"],
-        head_dim=s["head_dim"],
-        vocab_size=s["draft_vocab"],
-        draft_vocab_size=s["draft_vocab"],
-        target_hidden_size=s["hidden"],
-        max_position_embeddings=1 << 20,
-        rms_norm_eps=EPS,
-        rope_parameters={"rope_type": "default", "rope_theta": THETA},
-    )
+    config, gen = draft_of(size), torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
-    tokens = mask.shape[0]
-    ids = torch.randint(s["draft_vocab"], (tokens,), generator=gen).to(device)
+    tokens, width = mask.shape[0], config.dims.aux_width
+    ids = torch.randint(config.vocab_size, (tokens,), generator=gen).to(device)
     if aux is None and device == "cpu":
-        aux = torch.randn(tokens, 3 * s["hidden"], generator=gen)
+        aux = torch.randn(tokens, width, generator=gen)
     elif aux is None:
-        aux = torch.randn(tokens, 3 * s["hidden"], device=device, dtype=dtype)
+        aux = torch.randn(tokens, width, device=device, dtype=dtype)
     return Problem(
         model=Eagle3Draft(config).to(device),
         ids=ids,

@@ -33,7 +33,7 @@ from specforge_trim.train.optimizer import (
 )
 from specforge_trim.train.sampler import Schedule
 from specforge_trim.train.stages import ensure_gradients
-from specforge_trim.train.stopping import Steps, stopped_by
+from specforge_trim.train.stopping import counted_steps, stopped_by
 from specforge_trim.train.trackers import JsonLines, Progress, open_trackers
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class _Run:
         trackers = closing(open_trackers(self.config, done=done, world=self.world))
         bar = Progress(total=total, done=done, show=self.world.is_main)
         with (
-            Steps(done, self.world) as steps,
+            counted_steps(done, self.world) as steps,
             loading as made_ahead,
             closing(bar),
             trackers as log,

@@ -48,7 +48,7 @@ from specforge_trim.train.profiling import Profiler, profiled
 from specforge_trim.train.sampler import Schedule
 from specforge_trim.train.settings import plan_settings, sequence_layout, step_settings
 from specforge_trim.train.stages import StepResult, ttt_step
-from specforge_trim.train.stopping import Steps, stopped_by
+from specforge_trim.train.stopping import counted_steps, stopped_by
 from specforge_trim.train.trackers import Progress, open_trackers
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class _Run:
         progress = closing(Progress(total=total, done=done, show=self.world.is_main))
         loading = closing(self.loader.steps(done))
         with (
-            Steps(done, self.world) as steps,
+            counted_steps(done, self.world) as steps,
             loading as made_ahead,
             progress as bar,
             trackers as log,

@@ -7,7 +7,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from types import FrameType, TracebackType
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TypeVar
 
 from specforge_trim.distributed import PeerLost, Stopped, World
@@ -31,6 +32,7 @@ class StopRequest:
         self.signal = 0  # the first signal's number
         self._announce = announce
         self._since = 0.0
+        self._handing_over = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -40,16 +42,13 @@ class StopRequest:
                     self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._handing_over:
+            return
         from_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         if self.signal:
             if not from_torchrun or time.monotonic() - self._since > _ECHO:
@@ -62,18 +61,28 @@ class StopRequest:
             text = f"\n{name}: finishing this step, then saving; a second one ends at once\n"
             os.write(2, text.encode())
         if not from_torchrun:
-            for other in self._before:  # the second one then works inside a library call too
-                signal.signal(other, signal.SIG_DFL)
+            self._hand_over(number)
+
+    def _hand_over(self, number: int) -> None:
+        """Has the system end the process at a second signal: that works inside a library call too.
+
+        One that came at the same instant still waits for its handler, and Python would report it
+        as lost, with a traceback, if that were gone. Raising one more has all that wait handled;
+        what comes later, `signal.signal` handles before it changes anything. They are one request.
+        """
+        self._handing_over = True
+        signal.raise_signal(number)
+        for other in self._before:
+            signal.signal(other, signal.SIG_DFL)
 
 
 class Steps:
     """The optimizer steps of a run until it ends: at its last one, by a signal, by a fault."""
 
-    def __init__(self, done: int, world: World) -> None:
-        """done: steps taken before."""
-        self.done, self._world = done, world
+    def __init__(self, done: int, world: World, request: StopRequest) -> None:
+        """done: steps taken before; request: where this rank's signals are noted."""
+        self.done, self._world, self._request = done, world, request
         self.stopped = 0  # the number of the signal that ended this run
-        self._request = StopRequest(announce=world.is_main)
 
     def until_stopped(self, steps: Iterable[T]) -> Iterator[tuple[int, T]]:
         """The number and the batches of each step; ends early where a signal came on any rank.
@@ -98,21 +107,20 @@ class Steps:
             self.done += 1
             yield self.done, batches
 
-    def __enter__(self) -> Steps:
-        self._request.__enter__()
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Has PeerLost say in which step contact was lost."""
-        self._request.__exit__(kind, error, trace)
-        if isinstance(error, PeerLost):
+@contextmanager
+def counted_steps(done: int, world: World) -> Iterator[Steps]:
+    """The steps of a run that has taken `done`, while signals are noted.
+
+    Has PeerLost say in which step contact was lost.
+    """
+    with StopRequest(announce=world.is_main) as request:
+        steps = Steps(done, world, request)
+        try:
+            yield steps
+        except PeerLost as error:
             again = "the same command continues from the newest checkpoint"
-            text = f"in or after optimizer step {self.done}: {error}"
+            text = f"in or after optimizer step {steps.done}: {error}"
             raise PeerLost(text if text.endswith(again) else f"{text}; {again}") from error
 
 
