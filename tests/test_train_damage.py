@@ -2,7 +2,7 @@
 
 Catches: a flipped bit that trains on, a damaged meta.json that decides what is loaded, a fallback
 nobody is told of, a start from nothing because the newest checkpoint is damaged, ranks that fall
-back to different checkpoints, a damaged folder that rotation counts as one of those to keep, a
+back to different checkpoints, a damaged mark of the best one that has it removed, a damaged folder that rotation counts as one of those to keep, a
 traceback of the library's own.
 """
 
@@ -143,6 +143,24 @@ def test_the_best_one_is_checked_too(root, caplog):
     flip(0.5)(root / "step-00000002" / "__0_0.distcp")
     assert ck.best(root) is None
     assert "__0_0.distcp does not have the checksum" in told(caplog)[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "\x00" * 20, "[]", "{}", '{"step": null, "measured": {}}', '{"step": 2, "measured": [1]}',
+     '{"step": 2, "measured": {"length": "1.5"}}'],
+)  # fmt: skip
+def test_a_damaged_mark_is_not_taken_for_none(root, text):
+    """Rotation would remove the best checkpoint, and any later one would be better than nothing."""
+    (root / "best.json").write_text(text)
+    with pytest.raises(ValueError, match="best.json cannot be read.*remove that file to go on"):
+        ck.best(root)
+    state = stub()
+    with pytest.raises(ValueError, match="best.json cannot be read"):
+        save(root, 6, state["model"], state["optimizer"], keep=1)
+    assert [c.step for c in ck.list_complete(root)] == [2, 4, 6]
+    (root / "best.json").unlink()
+    assert ck.best(root) is None
 
 
 def test_rotation_counts_no_damaged_checkpoint_from_beyond(root):

@@ -298,7 +298,10 @@ def mark_best(root: str | Path, *, step: int, measured: Mapping[str, Any]) -> No
 
 
 def best(root: str | Path) -> tuple[Checkpoint, Mapping[str, Any]] | None:
-    """The sound checkpoint marked as best and what it was chosen by; None without one."""
+    """The sound checkpoint marked as best and what it was chosen by; None without one.
+
+    Raises Damaged when the mark itself cannot be read.
+    """
     step, measured = _best_mark(Path(root))
     if step is None:
         return None
@@ -310,8 +313,24 @@ def best(root: str | Path) -> tuple[Checkpoint, Mapping[str, Any]] | None:
 
 
 def _best_mark(root: Path) -> tuple[int | None, Mapping[str, Any]]:
+    """The marked step and what it was chosen by; (None, {}) without a mark.
+
+    Raises Damaged: without a mark rotation would remove the checkpoint that it spared so far.
+    """
     try:
         mark = json.loads((root / BEST).read_text(encoding="utf-8"))
-        return int(mark["step"]), dict(mark["measured"])
-    except (OSError, ValueError, KeyError, TypeError):
+        step, measured = mark["step"], mark["measured"]
+        whole = isinstance(step, int) and all(
+            isinstance(v, int | float) for v in measured.values()
+        )
+        reason = "entries of another form"
+    except FileNotFoundError:
         return None, {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        whole, reason = False, f"{type(error).__name__}: {error}"
+    if not whole:
+        raise Damaged(
+            f"{root / BEST} cannot be read ({reason}); it names the best checkpoint, which is kept "
+            "for it: remove that file to go on as if none had been measured, or put it back"
+        )
+    return step, measured
