@@ -2,8 +2,8 @@
 
 Catches: a flipped bit that trains on, a damaged meta.json that decides what is loaded, a fallback
 nobody is told of, a start from nothing because the newest checkpoint is damaged, ranks that fall
-back to different checkpoints, a damaged mark of the best one that has it removed, a damaged folder that rotation counts as one of those to keep, a
-traceback of the library's own.
+back to different checkpoints, a damaged mark of the best one that has it removed, a damaged folder
+that rotation counts as one of those to keep, a traceback of the library's own.
 """
 
 import json
@@ -151,7 +151,7 @@ def test_the_best_one_is_checked_too(root, caplog):
      '{"step": 2, "measured": {"length": "1.5"}}'],
 )  # fmt: skip
 def test_a_damaged_mark_is_not_taken_for_none(root, text):
-    """Rotation would remove the best checkpoint, and any later one would be better than nothing."""
+    """Rotation would remove the best checkpoint, and any later one would be the best."""
     (root / "best.json").write_text(text)
     with pytest.raises(ValueError, match="best.json cannot be read.*remove that file to go on"):
         ck.best(root)

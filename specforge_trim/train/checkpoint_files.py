@@ -320,9 +320,8 @@ def _best_mark(root: Path) -> tuple[int | None, Mapping[str, Any]]:
     try:
         mark = json.loads((root / BEST).read_text(encoding="utf-8"))
         step, measured = mark["step"], mark["measured"]
-        whole = isinstance(step, int) and all(
-            isinstance(v, int | float) for v in measured.values()
-        )
+        numbers = (step, *measured.values())
+        whole = isinstance(step, int) and all(isinstance(n, int | float) for n in numbers)
         reason = "entries of another form"
     except FileNotFoundError:
         return None, {}
@@ -330,7 +329,7 @@ def _best_mark(root: Path) -> tuple[int | None, Mapping[str, Any]]:
         whole, reason = False, f"{type(error).__name__}: {error}"
     if not whole:
         raise Damaged(
-            f"{root / BEST} cannot be read ({reason}); it names the best checkpoint, which is kept "
-            "for it: remove that file to go on as if none had been measured, or put it back"
+            f"{root / BEST} cannot be read ({reason}), and it alone says which checkpoint is the "
+            "best: remove that file to go on as if none had been measured"
         )
     return step, measured
