@@ -48,7 +48,7 @@ def _add_version(parser: argparse.ArgumentParser) -> None:
 
 
 def train_command(argv: Sequence[str]) -> None:
-    """torchrun train_eagle3.py: all phases up to the trained draft, then its export."""
+    """torchrun train_eagle3.py: all phases up to the trained draft; `export` writes it."""
     parser = config_parser(
         "train_eagle3.py",
         "Trains an EAGLE-3 draft. Data, features and checkpoints that are there are reused, so\n"
@@ -93,7 +93,11 @@ def train_command(argv: Sequence[str]) -> None:
     except distributed.Stopped:
         distributed.stop(world)
         raise
-    logger.info("trained %d steps; state in %s", summary.steps, config.output_dir)
+    logger.info(
+        "trained %d steps; state in %s; next, with the same settings: specforge-trim export",
+        summary.steps,
+        config.output_dir,
+    )
     if summary.skipped_steps:
         logger.warning("%d steps had no supervised row and moved no weight", summary.skipped_steps)
     if summary.non_finite_steps:

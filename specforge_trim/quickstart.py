@@ -8,7 +8,6 @@ continues. Training has both trim flags on.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -25,6 +24,7 @@ from typing import Any
 
 from specforge_trim.cli import quiet_transformers
 from specforge_trim.config import Config, load_config
+from specforge_trim.options import HelpFormatter, Parser
 from specforge_trim.plan.cost import pack_cost
 from specforge_trim.plan.guard import choose_pack_alone
 from specforge_trim.plan.pack import build_trim_pack
@@ -237,10 +237,19 @@ def run(cache: Path, *, smoke: bool, epochs: int | None) -> str:
 
 def command(argv: Sequence[str]) -> None:
     """Parses, runs, prints the table and keeps a copy of it beside the run."""
-    parser = argparse.ArgumentParser(prog="quickstart", description=__doc__)
-    parser.add_argument("--cache-dir", type=Path, default=Path(".quickstart"), metavar="DIR")
+    parser = Parser(
+        prog="python -m specforge_trim.quickstart",
+        description=(__doc__ or "").partition(": ")[2],
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument(
+        "--cache-dir", type=Path, default=Path(".quickstart"), metavar="DIR",
+        help="where the target, the features and the runs are kept (default: .quickstart)",
+    )  # fmt: skip
     parser.add_argument("--smoke", action="store_true", help="three steps, a few conversations")
-    parser.add_argument("--epochs", type=int, metavar="INT", help="passes over the data")
+    parser.add_argument(
+        "--epochs", type=int, metavar="INT", help="passes over the data (default: the recipe's, 4)"
+    )
     arguments = parser.parse_args(argv)
     cache = arguments.cache_dir.expanduser().absolute()
     if not (ROOT / RECIPE).is_file():

@@ -18,6 +18,7 @@ from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.model.draft_config import DraftConfig
 from specforge_trim.model.prune import prune_vocab
 from specforge_trim.model_card import update_acceptance
+from specforge_trim.options import ConfigError
 from specforge_trim.pipeline import Target, held_out_prompts
 from specforge_trim.target.hf import (
     HFTarget,
@@ -109,10 +110,16 @@ def evaluate_drafts(
 ) -> EvalReport:
     """Decodes the held-out prompts with the exported draft and with an untrained one, in fp32.
 
-    The report also goes to output_dir/evaluation.json.
+    The report also goes to output_dir/evaluation.json. Raises ConfigError where nothing was
+    exported yet.
     """
     prompts = held_out_prompts(config, target, world)
     folder = draft_dir or config.output_dir / "export"
+    if draft_dir is None and not folder.is_dir():
+        raise ConfigError(
+            f"no draft in {folder}: write it with `specforge-trim export` and the same settings, "
+            "or name one with --draft"
+        )
     draft = load_draft(folder, dtype=torch.float32)
     head = load_embedding_and_head(target.path)
     if draft.lacks_embedding:  # SpecForge and EAGLE leave the target's rows out

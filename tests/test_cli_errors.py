@@ -103,6 +103,10 @@ def test_cli_fa_without_its_package(place, capfd, monkeypatch):
         (["export", "--output-dir", "no/run"], ["no complete checkpoint", "no/run"]),
         (["evaluate"], ["eval_data"]),
         (["evaluate", "--eval-data", "no.jsonl"], ["no.jsonl", "no such file"]),
+        (
+            ["evaluate", "--eval-data", "{data}", "--output-dir", "no/run"],
+            ["no draft in no/run/export", "`specforge-trim export`", "--draft"],
+        ),
         (["prepare"], ["train_data"]),
         (["inspect", "no.jsonl"], ["no.jsonl", "no such file"]),
         (["inspect", "{data}", "--index", "5"], ["--index 5", "0 to 1"]),
