@@ -1,5 +1,6 @@
 """Settings that cannot work together, or in this run.  Each refusal names both and a way out."""
 
+import dataclasses
 import importlib.util
 import math
 import os
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from specforge_trim.config_training import PROFILE_WARM_UP
 from specforge_trim.loss_terms import Objective, parse_objective
 from specforge_trim.options import ConfigError
 
@@ -37,6 +39,13 @@ def check_pairs(config: Any) -> None:
     _check_sequence(config)
     _check_evaluation(config)
     check_trackers(config)
+    profile, steps = config.track.profile, config.train.max_steps
+    if profile and steps is not None and steps < profile + PROFILE_WARM_UP:
+        raise ConfigError(
+            f"profile = {profile} needs {profile + PROFILE_WARM_UP} steps, {PROFILE_WARM_UP} of "
+            f"them to warm up, and max_steps = {steps} ends the run before: lower --profile, or "
+            "raise --max-steps"
+        )
     if "fa" in (attention.attention_backend, attention.local_attention):
         if importlib.util.find_spec("flash_attn") is None:
             raise ConfigError(
@@ -135,7 +144,15 @@ def _check_features(config: Any) -> None:
 
 
 def check_trackers(config: Any) -> None:
-    """The packages of the trackers that are named."""
+    """The packages of the trackers that are named, and settings that only one of them reads."""
+    track = config.track
+    for field in dataclasses.fields(track) if "wandb" not in track.trackers else ():
+        value = getattr(track, field.name)
+        if field.name in ("run_name", "wandb_project", "wandb_mode") and value != field.default:
+            raise ConfigError(
+                f"{field.name} = {value!r} has no effect without Weights & Biases: add --trackers "
+                f"wandb, or drop --{field.name.replace('_', '-')}"
+            )
     for name in config.track.trackers:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
@@ -219,18 +236,18 @@ def least_ranks(config: Any) -> int:
     return 2 if config.parallel.fsdp else 1
 
 
-def check_fsdp(config: Any, world_size: int) -> None:
-    """Refuses to split the weights of one rank."""
+def check_fsdp(config: Any, world_size: int, *, least: int = 2) -> None:
+    """Refuses to split the weights of one rank; least: ranks that the other settings need."""
     if config.parallel.fsdp and world_size == 1:
         raise ConfigError(
             "fsdp = True splits the weights over ranks and this run has one: start it with "
-            f"torchrun --nproc_per_node {least_ranks(config)} or use --no-fsdp"
+            f"torchrun --nproc_per_node {least} or use --no-fsdp"
         )
 
 
 def check_world(config: Any, world_size: int) -> None:
     """Refuses settings that do not fit the number of ranks."""
-    check_fsdp(config, world_size)
+    check_fsdp(config, world_size, least=least_ranks(config))
     if config.attention.attention_backend != "usp":
         return
     if world_size == 1:

@@ -13,6 +13,8 @@ from specforge_trim import options
 from specforge_trim.config_sections import DTYPES, DataConfig, ParallelConfig
 from specforge_trim.options import ConfigError, option
 
+PROFILE_WARM_UP = 2  # steps before those of a trace: the first ones allocate and compile
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -95,7 +97,7 @@ class TrackConfig:
     )
     profile: int = option(
         0,
-        "write a torch profiler trace of this many steps, after 2 to warm up, to "
+        f"write a torch profiler trace of this many steps, after {PROFILE_WARM_UP} to warm up, to "
         "output_dir/profile (one file a rank, for chrome://tracing or Perfetto); 0 = none",
         at_least=0,
     )

@@ -47,7 +47,7 @@ class Prompt:
 
     def __init__(self, target: HFTarget, prompt_ids: Tensor, *, max_new_tokens: int) -> None:
         self.ids = torch.as_tensor(prompt_ids, dtype=torch.int64).flatten()
-        check_prompt(target, self.ids, max_new_tokens)
+        check_prompt(target.config, self.ids, max_new_tokens)
         self.target = CachedTarget(target.model, target.aux_layers)
         result = self.target.advance(self.ids, keep=1)
         self.aux = result.aux
@@ -120,9 +120,12 @@ def speculate(
     return prompt.speculate(draft, depth=depth)
 
 
-def check_prompt(target: HFTarget, ids: Tensor, max_new_tokens: int) -> None:
-    """Raise ValueError unless a prompt and its answer fit the target's positions."""
-    limit = target.config.max_position_embeddings
+def check_prompt(text_config: Any, ids: Tensor, max_new_tokens: int) -> None:
+    """Raise ValueError unless a prompt [n] and its answer fit the target's positions.
+
+    text_config: of the target, as transformers reads it.
+    """
+    limit = text_config.max_position_embeddings
     if not 0 < len(ids) <= limit - max_new_tokens:
         raise ValueError(
             f"a prompt of {len(ids)} tokens and max_new_tokens={max_new_tokens}; "
@@ -237,7 +240,7 @@ def evaluate_with(
         raise ValueError(f"no prompts to decode in {empty or 'prompt_sets'}; expected some")
     for prompts in sets.values():
         for ids in prompts:
-            check_prompt(target, ids, max_new_tokens)
+            check_prompt(target.config, ids, max_new_tokens)
     reports = []
     total = sum(map(len, sets.values()))
     with tqdm(total=total, desc="decoding", unit="prompt", disable=not progress) as bar:

@@ -161,9 +161,11 @@ def soft_targets(config: LmConfig, models: LmModels, world: World) -> SoftTarget
 
 def train_lm_draft(config: LmConfig, world: World) -> LmSummary:
     """All phases up to the trained draft, exported to output_dir/export."""
-    world.together(lambda: data_files(config))
+    world.together(lambda: _check_files(config))  # before the models are fetched
     with only_run(config.output_dir, world):
         models = open_lm(config, world)
+        if config.evaluate.eval_data:  # decoded at the end: refused before hours of training
+            held_out_prompts(config, models, world)
         data = prepare_data(config, models, world)
         _check_lengths(models, max(data.lengths))
         model, targets = world.together(lambda: build_lm(config, models, world))
@@ -194,6 +196,12 @@ def train_lm_draft(config: LmConfig, world: World) -> LmSummary:
         return summary
 
 
+def _check_files(config: LmConfig) -> None:
+    data_files(config)
+    if config.evaluate.eval_data:
+        data_files(config, config.evaluate.eval_data)
+
+
 def _check_lengths(models: LmModels, longest: int) -> None:
     limit = models.draft_config.max_position_embeddings
     if longest > limit:
@@ -207,7 +215,7 @@ def _held_out(config: LmConfig, models: LmModels, world: World) -> HeldOut | Non
     if not config.evaluate.eval_data:
         return None
     files = list(config.evaluate.eval_data)
-    data = prepare_data(config, models, world, paths=files)
+    data = prepare_data(config, models, world, paths=files, announce=False)
     return HeldOut(data, config.evaluate.held_out_every)
 
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,7 +32,7 @@ from specforge_trim.data.inspect import show_sample
 from specforge_trim.data.peer_formats.folder import PeerData
 from specforge_trim.data.sources import Source, document_weights, parse_source
 from specforge_trim.data.supervision import MaskOptions
-from specforge_trim.decode import last_prompt
+from specforge_trim.decode import check_prompt, last_prompt
 from specforge_trim.distributed import World
 from specforge_trim.draft_setup import draft_config
 from specforge_trim.feature_sources import (
@@ -128,15 +129,18 @@ def drawn(config: RunConfig, data: PreparedData) -> PreparedData:
     return data if count is None else data.sample(count, seed=config.train.seed)
 
 
-class HasTokenizer(Protocol):
-    """A target as the preparation of data sees it."""
+class TargetFiles(Protocol):
+    """A target that is not loaded, of either trainer."""
+
+    @property
+    def text_config(self) -> Any: ...
 
     def tokenizer(self) -> Any: ...
 
 
 def prepare_data(
     config: RunConfig,
-    target: HasTokenizer,
+    target: TargetFiles,
     world: World,
     *,
     paths: Sequence[str] | None = None,
@@ -205,11 +209,13 @@ def _log_peer_sample(data: PeerData, target: Target) -> None:
 
 def train_draft(config: Config, world: World) -> TrainSummary:
     """All phases up to the trained draft; its state lies in output_dir/checkpoints."""
-    if config.data.train_features is None:
-        world.together(lambda: data_files(config))  # before the target is fetched
+    world.together(lambda: _check_files(config))  # before the target is fetched
     with naming_folders(config), only_run(config.output_dir, world):
         target = open_target(config, world)
-        world.together(lambda: named_vocab(config, target))  # before hours of capturing features
+        # What may be refused goes before hours of capturing features.
+        world.together(lambda: named_vocab(config, target))
+        decodes = config.evaluate.decode_every > 0
+        prompts = held_out_prompts(config, target, world) if decodes else {}
         data, documents = training_data(config, target, world)
         model, teacher = world.together(
             lambda: build_draft(config, target, data, device=world.device)
@@ -221,7 +227,7 @@ def train_draft(config: Config, world: World) -> TrainSummary:
             documents=documents,
             lengths=[int(length) for length in data.lengths],
             weights=_weights(config, data),
-            held_out=held_out(config, target, documents, model, world),
+            held_out=held_out(config, target, documents, model, prompts, world),
             world=world,
             identity=run_identity(config, target, data, model, world),
             provenance=provenance(config),
@@ -229,28 +235,75 @@ def train_draft(config: Config, world: World) -> TrainSummary:
 
 
 def held_out_prompts(
-    config: RunConfig, target: HasTokenizer, world: World
+    config: RunConfig, target: TargetFiles, world: World
 ) -> dict[str, list[Tensor]]:
-    """Prompts of each eval_data file: the tokens before the last answer, eval_prompts of each."""
-    if not config.evaluate.eval_data:
-        raise ConfigError(
-            "eval_data names no file: pass --eval-data FILE or set evaluate.eval_data"
-        )
-    sets = {}
-    for path in config.evaluate.eval_data:
+    """Prompts of each eval_data file: the tokens before the last answer, eval_prompts of each.
+
+    Raises ConfigError for files that cannot be told apart, and when no prompt or one of them
+    leaves no room for eval_max_new_tokens in the target's positions.
+    """
+    settings, sets = config.evaluate, {}
+    world.together(lambda: _check_prompt_files(config, target.text_config))
+    for path in settings.eval_data:
         data = prepare_data(config, target, world, paths=[path])
-        count = min(config.evaluate.eval_prompts, len(data))
+        count = min(settings.eval_prompts, len(data))
         documents = [data[i] for i in range(count)]
         sets[Path(path).stem] = [last_prompt(d.input_ids, d.loss_mask) for d in documents]
+
+    def check() -> None:
+        for ids in itertools.chain(*sets.values()):
+            check_prompt(target.text_config, ids, settings.eval_max_new_tokens)
+
+    world.together(check)
     return sets
 
 
+def _check_prompt_files(config: RunConfig, text_config: Any) -> None:
+    """What can be said of eval_data before it is prepared."""
+    settings, positions = config.evaluate, text_config.max_position_embeddings
+    if not settings.eval_data:
+        raise ConfigError(
+            "eval_data names no file: pass --eval-data FILE or set evaluate.eval_data"
+        )
+    names = [Path(file).stem for file in data_files(config, settings.eval_data)]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"eval_data names {names.count(name)} files called {name!r}, and a prompt set is "
+                "called as its file: rename one of them"
+            )
+    if settings.eval_max_new_tokens >= positions:
+        raise ConfigError(
+            f"eval_max_new_tokens = {settings.eval_max_new_tokens} leaves no room for a prompt in "
+            f"the target's {positions} positions: lower --eval-max-new-tokens"
+        )
+
+
+def _check_files(config: Config) -> None:
+    """Files and folders that this run reads are there."""
+    evaluate = config.evaluate
+    for key, folder in (
+        ("train_features", config.data.train_features), ("eval_features", evaluate.eval_features)
+    ):  # fmt: skip
+        if folder is not None and not Path(folder).is_dir():
+            raise ConfigError(f"{key} = {folder!r}: no such folder")
+    if config.data.train_features is None:
+        data_files(config)
+    if evaluate.decode_every or (evaluate.eval_every and evaluate.eval_features is None):
+        data_files(config, evaluate.eval_data)
+
+
 def held_out(
-    config: Config, target: Target, training: Documents, model: Eagle3Draft, world: World
+    config: Config,
+    target: Target,
+    training: Documents,
+    model: Eagle3Draft,
+    prompts: Mapping[str, Sequence[Tensor]],
+    world: World,
 ) -> HeldOut:
     """What training measures: held-out documents with their features, and a decoder.
 
-    training: the training documents; an online run lends its target.
+    training: the training documents; an online run lends its target. prompts: what is decoded.
     Raises ConfigError when decode_every asks for a target that cannot be loaded.
     """
     found = HeldOut()
@@ -259,7 +312,6 @@ def held_out(
         lengths = [int(length) for length in data.lengths]
         found = HeldOut(documents, lengths)
     if config.evaluate.decode_every:
-        prompts = held_out_prompts(config, target, world)
         if isinstance(training, OnlineDocuments):
             loaded = training.target
         else:

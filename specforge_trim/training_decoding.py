@@ -43,7 +43,7 @@ class PromptDecoder:
             (number, ids) for number, name in enumerate(prompts) for ids in prompts[name]
         ]
         for _, ids in self._prompts:
-            check_prompt(target, ids, self._settings.eval_max_new_tokens)
+            check_prompt(target.config, ids, self._settings.eval_max_new_tokens)
         CachedDraft(draft)
         check_pair(target, self._copy(draft))
 

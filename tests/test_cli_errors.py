@@ -66,6 +66,19 @@ def base(place, *, target="target", data="train.jsonl"):
         (["--cache-dir", "~nobodyhere/x"], ["cache_dir", "~nobodyhere/x", "home folder"]),
         (["--init-from", "~nobodyhere/x"], ["init_from", "~nobodyhere/x", "home folder"]),
         (["--fsdp"], ["fsdp", "this run has one"]),
+        # Nothing is fetched or made before files that are read later are looked for.
+        (
+            ["--target", "no/such/target", "--eval-every", "5", "--eval-data", "no.jsonl"],
+            ["no.jsonl", "no such file"],
+        ),
+        (
+            ["--target", "no/such/target", "--decode-every", "5", "--eval-data", "no.jsonl"],
+            ["no.jsonl", "no such file"],
+        ),
+        (
+            ["--eval-every", "5", "--eval-features", "{place}/none"],
+            ["eval_features", "{place}/none", "no such folder"],
+        ),
     ],
 )
 def test_cli_wrong_training_input(place, capfd, argv, words):

@@ -288,9 +288,15 @@ def test_fine_tuning_needs_no_target_pass(place, monkeypatch):
         (["--objective", "kl"], "unknown term 'kl'"),
         (["--stop-grad"], "unknown argument --stop-grad"),
         (["--fsdp"], "fsdp = True splits the weights"),
+        (["--run-name", "x"], "run_name = 'x' has no effect"),
+        (["--eval-data", "no.jsonl", "--target", "no/such"], "data file no.jsonl: no such file"),
+        (["--eval-max-new-tokens", "4096"], "eval_max_new_tokens = 4096 leaves no room"),
+        (["--eval-max-new-tokens", "4090"], "max_new_tokens=4090"),
     ],
 )
-def test_settings_that_cannot_work_are_named(place, flags, says, capsys):
+def test_settings_that_cannot_work_are_named(place, flags, says, capsys, monkeypatch):
+    """Before a model is loaded."""
+    monkeypatch.setattr("specforge_trim.lm_pipeline.build_lm", lambda *_: pytest.fail("trains"))
     arguments = ["--config", f"{place}/recipe.yaml", "--output-dir", f"{place}/no", *flags]
     assert train_lm_main(arguments) == 2
     assert says in capsys.readouterr().err

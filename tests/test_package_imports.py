@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "specforge_trim"
 
 # area -> areas it may import. An area is a sub-package or a module at the top of the package.
-BASE = {"options", "loss_terms", "config", "config_checks", "distributed"}
+BASE = {"options", "loss_terms", "config", "config_checks", "config_training", "distributed"}
 SIDE = BASE | {"plan"}
 MAY_IMPORT = {
     "__init__": {"plan"},
@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "config_sections": {"options", "loss_terms"},
     "config_training": {"options", "config_sections"},
     "lm_config": {"options", "loss_terms", "config_sections", "config_training", "config_checks"},
-    "config_checks": {"options", "loss_terms"},
+    "config_checks": {"options", "loss_terms", "config_training"},
     "provenance": {"options", "config_training"},
     "distributed": {"options", "config"},
     "plan": BASE,

@@ -353,15 +353,31 @@ def test_settings_that_measure_nothing_are_refused(flags, words):
         load_config(flags, prog="t", description="d")
 
 
-def test_a_target_without_weights_cannot_decode(place, capsys):
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--eval-max-new-tokens", "4090"], ["max_new_tokens=4090", "4096 positions"]),
+        (["--eval-max-new-tokens", "4096"], ["eval_max_new_tokens = 4096", "4096 positions"]),
+        (["--eval-data", "{place}/held.jsonl", "{place}/x/held.jsonl"], ["2 files called 'held'"]),
+    ],
+)
+def test_prompts_that_cannot_be_decoded_are_refused_before_features_are_made(
+    place, capsys, monkeypatch, flags, words
+):
+    monkeypatch.setattr(pipeline, "training_data", lambda *_: pytest.fail("features are made"))
+    (place / "x").mkdir(exist_ok=True)
+    (place / "x" / "held.jsonl").write_bytes((place / "held.jsonl").read_bytes())
+    flags = [flag.replace("{place}", str(place)) for flag in flags]
+    common = ["--config", str(place / "recipe.yaml"), "--output-dir", str(place / "refused")]
+    assert train_main([*common, *TRIM, "--decode-every", "1", *flags]) == 2
+    err = capsys.readouterr().err
+    assert all(word in err for word in words) and err.count("error: ") == 1, err
+
+
+def test_a_target_without_weights_cannot_decode(place):
     """Training on features needs its head only."""
-    common = ["--config", str(place / "recipe.yaml"), "--output-dir", str(place / "no weights")]
     config = settings(place, "no weights", "--decode-every", "1")
     target = pipeline.open_target(config, ALONE)
     missing = replace(target, path=place / "gone")
     with pytest.raises(ConfigError, match="decode_every = 1 decodes with the target itself"):
         pipeline._decoding_target(config, missing, ALONE)
-    assert (
-        train_main([*common, *TRIM, "--decode-every", "1", "--eval-max-new-tokens", "4090"]) == 2
-    )
-    assert "4096 positions" in capsys.readouterr().err

@@ -3,10 +3,11 @@
 Catches: a tracker that gets other numbers than metrics.jsonl, a resumed run whose steps stand
 twice or whose series ends, a value that is not finite in a JSON line, a package that is missing
 and only missed after hours, a picture without a curve or with a run left out, a trace of the wrong
-steps.
+steps or of fewer than it says, settings of a tracker that is not there.
 """
 
 import gzip
+import importlib.util
 import json
 import math
 import sys
@@ -19,8 +20,11 @@ import torch
 from specforge_trim import curves
 from specforge_trim.cli import main, train_main
 from specforge_trim.config import ConfigError, load_config
+from specforge_trim.distributed import World
+from specforge_trim.train.profiling import profiled
 from specforge_trim.train.trackers import Trackers, acceptance_keys
 
+ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 TRIM = ["--trim-loss-positions", "--trim-backbone-rows"]
 TIMES = ("time/", "perf/")
 run = tiny.run_recipe
@@ -256,6 +260,51 @@ def test_profile_traces_the_steps_behind_the_warm_up(place):
     assert any("aten::mm" in e.get("name", "") for e in events)
     run(place, "unprofiled", *TRIM, "--max-steps", "1")
     assert not (place / "unprofiled" / "profile").exists()
+
+
+@pytest.mark.parametrize(
+    ("left", "taken", "traced", "warned"),
+    [(8, 8, 4, []), (5, 5, 3, ["profile = 4: this run has 5 steps left, so 3 are traced"]),
+     (8, 5, 3, []),  # stopped by a signal
+     (2, 2, None, ["profile = 4: this run has 2 steps left, so 0 are traced"])],
+)  # fmt: skip
+def test_profile_says_what_was_traced(tmp_path, caplog, left, taken, traced, warned):
+    caplog.set_level("INFO", "specforge_trim")
+    with profiled(4, tmp_path, world=ALONE, done=10 - left, total=10) as profiler:
+        for _ in range(taken):
+            torch.ones(2).add(1)
+            profiler.step()
+    said = [record.getMessage() for record in caplog.records]
+    path = tmp_path / "rank-0.json.gz"
+    assert said == warned + ([] if traced is None else [f"profile of {traced} steps: {path}"])
+    assert path.exists() == (traced is not None)
+    if traced is not None:
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        names = [e["name"] for e in events if e.get("name", "").startswith("ProfilerStep#")]
+        assert len(set(names)) in (traced, traced + 1)  # a step that was stopped in
+
+
+def test_a_profile_that_no_run_of_this_length_can_have_is_refused(place, capsys):
+    with pytest.raises(ConfigError, match="profile = 3 needs 5 steps.*max_steps = 4 ends the run"):
+        load("--profile", "3", "--max-steps", "4")
+    assert load("--profile", "3", "--max-steps", "5").track.profile == 3
+    arguments = ["--config", f"{place}/recipe.yaml", "--output-dir", f"{place}/long", *TRIM]
+    assert train_main([*arguments, "--profile", "500"]) == 2
+    err = capsys.readouterr().err
+    assert "profile = 500 traces 500 steps after 2 to warm up, and this run has 8 in all" in err
+    assert err.splitlines()[-1].startswith("error: profile"), err
+
+
+@pytest.mark.parametrize(
+    "flags", [["--run-name", "x"], ["--wandb-project", "y"], ["--wandb-mode", "offline"]]
+)
+def test_a_setting_of_weights_and_biases_without_it_is_refused(flags, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # all are installed
+    key = flags[0].removeprefix("--").replace("-", "_")
+    for trackers in ([], ["--trackers", "tensorboard"]):
+        with pytest.raises(ConfigError, match=f"{key} = .* has no effect without Weights & Bia"):
+            load(*trackers, *flags)
+    assert getattr(load("--trackers", "wandb", *flags).track, key) == flags[1]
 
 
 def test_rates_of_both_schedules(place):

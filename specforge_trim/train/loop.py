@@ -44,7 +44,7 @@ from specforge_trim.train.optimizer import (
     learning_rate,
     set_learning_rate,
 )
-from specforge_trim.train.profiling import Profiler, profiled
+from specforge_trim.train.profiling import profiled
 from specforge_trim.train.sampler import Schedule
 from specforge_trim.train.settings import plan_settings, sequence_layout, step_settings
 from specforge_trim.train.stages import StepResult, ttt_step
@@ -141,6 +141,8 @@ class _Run:
             return TrainSummary(done, keep.skipped, keep.non_finite, None)
         clock = Throughput(self.world)
         row: dict[str, Any] | None = None
+        asked, folder = self.config.track.profile, self.config.output_dir / "profile"
+        profiling = profiled(asked, folder, world=self.world, done=done, total=total)
         best = Best(self.evaluation.best_by, keep.best())
         trackers = closing(open_trackers(self.config, done=done, world=self.world))
         # After what may fail: an error has a line of its own.
@@ -151,7 +153,7 @@ class _Run:
             loading as made_ahead,
             progress as bar,
             trackers as log,
-            self._profiler() as profiler,
+            profiling as profiler,
         ):
             for step, batches in steps.until_stopped(clock.waiting(made_ahead)):
                 counts = self._count(step, batches)
@@ -181,10 +183,6 @@ class _Run:
                 keep.save(steps.done)
                 raise stopped_by(steps.stopped, steps.done)
         return TrainSummary(total, keep.skipped, keep.non_finite, row)
-
-    def _profiler(self) -> AbstractContextManager[Profiler]:
-        folder = self.config.output_dir / "profile"
-        return profiled(self.config.track.profile, folder, rank=self.world.rank)
 
     def _count(self, step: int, batches: Sequence[Batch]) -> StepCounts:
         """What the step covers, over all ranks; stops at too many damaged documents."""
