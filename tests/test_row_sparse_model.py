@@ -193,9 +193,22 @@ def test_other_linears_fall_back_to_the_dense_backward_with_a_warning(family, ki
     assert_equal_gradients(found, expected)
 
 
-def test_plain_linears_give_no_warning(caplog):
-    enable_row_sparse(make_model("llama"), ON)
-    assert caplog.records == []
+def test_linears_replaced_after_enabling_are_warned_of_once(caplog):
+    stream = make_stream(MASKS["spans"])
+    _, expected = reference_step(replace_linears(make_model("llama"), "lora"), stream)
+    model = make_model("llama")
+    enable_row_sparse(model, ON)
+    run(model, stream, ON, enable=False)
+    assert caplog.records == []  # nor do plain ones give a warning
+    model.zero_grad(set_to_none=True)
+    replace_linears(model, "lora")
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        _, _, found = run(model, stream, ON, enable=False)
+    assert len(caplog.records) == 1
+    assert "down_proj (LowRank), q_proj (LowRank)" in caplog.text
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert_equal_gradients({n: found[n] for n in trained}, {n: expected[n] for n in trained})
 
 
 def moe():

@@ -3,6 +3,7 @@
     rows.py        which rows those are, as integers made in the loader
     head.py        skip_masked_lm_head_tokens: log-probabilities and entropy at kept rows. Exact
     functions.py   autograd functions with a full forward and a backward over kept rows
+    families.py    which models and modules those layers may stand in for
     layers.py      stop_grad_context_tokens: the decoder layers of Hugging Face models
 
 stop_grad_context_tokens changes the gradient on purpose: it flows through kept rows only.

@@ -106,10 +106,11 @@ class _RowLinear(torch.autograd.Function):
         ctx.kept_dtype = kept.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(y)
+        ctx.set_materialize_grads(False)  # or zeros of all rows are made for y
         return y, y.index_select(1, keep)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _: Tensor | None, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dy = dy[0]
         d_kept = d_weight = d_bias = None
@@ -175,6 +176,7 @@ class _Attention(torch.autograd.Function):
         for rows, o_part, lse_part in attention.forward(q_full, k, v, plan.documents):
             full[rows], lse[rows] = o_part, lse_part
         ctx.segments, ctx.attention = segments, attention
+        ctx.set_materialize_grads(False)  # or zeros of all rows are made for `full`
         if keep is None:
             ctx.save_for_backward(q, k, v, full, lse)
             return full, None

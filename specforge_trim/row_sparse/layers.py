@@ -23,6 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specforge_trim.row_sparse.families import (
+    Family,
+    check_blocks,
+    dense_linears,
+    family_of,
+    is_plain,
+    shortest_window,
+)
 from specforge_trim.row_sparse.functions import (
     PackedAttention,
     Rows,
@@ -39,6 +47,7 @@ from specforge_trim.row_sparse.rows import RowPlan
 logger = logging.getLogger(__name__)
 
 ATTENTION = "specforge_trim_packed"
+_WARNED = "_row_sparse_dense_linears"  # a model's attribute: those that a warning has named
 
 
 @dataclass(frozen=True)
@@ -63,24 +72,6 @@ class RowSparseSettings:
             )
 
 
-@dataclass(frozen=True)
-class _Family:
-    """How the layers of a model class are built; head_norms: q and k are normed per head."""
-
-    layer: str
-    head_norms: bool = False
-
-
-# Dense decoders: pre-norm, gated MLP, rotary positions, causal attention.
-_FAMILIES = {
-    "Qwen3ForCausalLM": _Family("Qwen3DecoderLayer", head_norms=True),
-    "Qwen2ForCausalLM": _Family("Qwen2DecoderLayer"),
-    "LlamaForCausalLM": _Family("LlamaDecoderLayer"),
-    "MistralForCausalLM": _Family("MistralDecoderLayer"),
-}
-_SPARSE_LINEARS = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
 def enable_row_sparse(model: nn.Module, settings: RowSparseSettings) -> None:
     """Make a Hugging Face model run packed streams, in place; `hidden_states` then runs it.
 
@@ -88,10 +79,11 @@ def enable_row_sparse(model: nn.Module, settings: RowSparseSettings) -> None:
     the replacement of linears (LoRA, quantisation).
 
     Raises ValueError for a model that is not a dense Qwen3, Qwen2, Llama or Mistral of
-    transformers, and for attention dropout. Warns once where a linear is not plain: its backward
-    then stays dense, and is exact.
+    transformers, for attention dropout, and under stop_grad_context_tokens for hooks on attention
+    or MLP blocks. Warns once where a linear is not plain: its backward then stays dense, and is
+    exact.
     """
-    family = _family(model)
+    family = family_of(model)
     if getattr(model.config, "attention_dropout", 0.0):
         raise ValueError(
             f"attention_dropout = {model.config.attention_dropout}: packed attention has no "
@@ -103,20 +95,23 @@ def enable_row_sparse(model: nn.Module, settings: RowSparseSettings) -> None:
     _restore_layers(model)
     if not settings.stop_grad_context_tokens:
         return
-    odd = sorted({
-        f"{name} ({type(module).__name__})"
-        for layer in layers
-        for name, module in _linears(layer).items()
-        if not _is_plain(module)
-    })  # fmt: skip
-    if odd:
+    _check_layers(model, family)
+    for layer in layers:
+        layer.__class__ = _sparse_class(type(layer), family)
+
+
+def _check_layers(model: Any, family: Family) -> None:
+    """Refuses blocks that would be passed by; warns, once, of linears whose backward is dense."""
+    for layer in model.model.layers:
+        check_blocks(layer, family)
+    dense = dense_linears(model)
+    if dense and dense != getattr(model, _WARNED, ()):
         logger.warning(
             "stop_grad_context_tokens: the backward of %s stays dense, since they are not plain "
             "linears; gradients are the same, the time is not",
-            ", ".join(odd),
+            ", ".join(dense),
         )
-    for layer in layers:
-        layer.__class__ = _sparse_class(type(layer), family)
+    setattr(model, _WARNED, dense)
 
 
 def disable_row_sparse(model: nn.Module) -> None:
@@ -145,9 +140,12 @@ def hidden_states(
     device, the plan's index tensors too. Rows of `plan` are those a loss may read. Under FSDP2
     call it, and the head, inside the root module's forward.
 
-    Raises ValueError where a document is longer than the model's sliding window.
+    Raises ValueError where a document is longer than the model's sliding window, and as
+    `enable_row_sparse` for what has been done to the layers since.
     """
-    window = _window(model)
+    if settings.stop_grad_context_tokens:
+        _check_layers(model, family_of(model))
+    window = shortest_window(model)
     if window is not None and plan.longest > window:
         raise ValueError(
             f"a document of {plan.longest} tokens exceeds the sliding window of {window}, which "
@@ -162,48 +160,6 @@ def hidden_states(
         packed=settings.attention,
     )
     return output.last_hidden_state[0]
-
-
-# ---------------------------------------------------------------------- which models
-
-
-def _family(model: nn.Module) -> _Family:
-    name = type(model).__name__
-    family = _FAMILIES.get(name)
-    is_hub_class = type(model).__module__.startswith("transformers.models.")
-    if family is None or not is_hub_class:
-        raise ValueError(
-            f"{name} is not supported: expected one of {', '.join(_FAMILIES)}, as transformers "
-            "defines them (dense, text only; of a PEFT model pass get_base_model()). Mixtures of "
-            "experts, vision and other backbones have layers whose rows are not computed alone"
-        )
-    for layer in model.model.layers:
-        base = layer.dense_class if isinstance(layer, _Sparse) else type(layer)
-        if base.__name__ != family.layer:
-            raise ValueError(
-                f"{name} has a layer of type {base.__name__}, expected {family.layer}: enable "
-                "row-sparse training before wrapping its layers"
-            )
-    return family
-
-
-def _window(model: nn.Module) -> int | None:
-    """The shortest sliding window of a model's layers."""
-    found = [getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers]
-    if type(model).__name__ == "MistralForCausalLM":  # all layers, named in the config only
-        found.append(model.config.sliding_window)
-    return min((w for w in found if w is not None), default=None)
-
-
-def _linears(layer: nn.Module) -> dict[str, nn.Module]:
-    both = {**dict(layer.self_attn.named_children()), **dict(layer.mlp.named_children())}
-    return {name: both[name] for name in _SPARSE_LINEARS}
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a module is y = x W^T + b and nothing else, hooks included."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return type(module) is nn.Linear and not hooks
 
 
 # ---------------------------------------------------------------------- attention
@@ -256,14 +212,14 @@ def _heads(x: Tensor, dtype: torch.dtype) -> Tensor:
 class _Sparse:
     """Marks layers whose backward runs kept rows only; dense_class: what they were."""
 
-    family: _Family
+    family: Family
     dense_class: type
 
 
 _CLASSES: dict[type, type] = {}
 
 
-def _sparse_class(base: type, family: _Family) -> type:
+def _sparse_class(base: type, family: Family) -> type:
     """A layer class with the row-sparse forward; transformers adds checkpointing to it."""
     if issubclass(base, _Sparse):
         return base
@@ -365,7 +321,7 @@ def _rotation(layer: Any) -> Any:
 
 def _linear(module: Any, x: Rows, plan: RowPlan) -> Rows:
     """A projection of all rows, its backward over kept rows where the module is a plain linear."""
-    if _is_plain(module):
+    if is_plain(module):
         return row_linear(x, module.weight, module.bias, plan)
     # The gradient of its output is zero at all other rows, so the dense backward is exact.
     return as_rows(module(join_rows(x, plan)), plan)
