@@ -261,14 +261,25 @@ def test_the_flag_needs_head_skipping():
         RowSparseSettings(skip_masked_lm_head_tokens=False, stop_grad_context_tokens=True)
 
 
-def test_a_sliding_window_shorter_than_a_document_raises():
+@pytest.mark.parametrize("settings", [ON, OFF], ids=["cut", "whole"])
+def test_a_sliding_window_shorter_than_a_document_raises(settings):
     stream = make_stream(["0001110000011"])
-    with pytest.raises(ValueError, match="document of 13 tokens exceeds the sliding window of 8"):
-        run(make_model("mistral", sliding_window=8), stream, ON)
-    run(make_model("mistral", sliding_window=13), stream, ON)
-    windowed = make_model("qwen3", use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    with pytest.raises(ValueError, match="sliding window of 8"):
-        run(windowed, stream, OFF)
+    message = "document of 13 tokens exceeds the sliding window of 8"
+    with pytest.raises(ValueError, match=message):
+        run(make_model("mistral", sliding_window=8), stream, settings)
+    run(make_model("mistral", sliding_window=13), stream, settings)
+    windowed = {"use_sliding_window": True, "sliding_window": 8}
+    for family in ("qwen2", "qwen3"):
+        for whole_layers in (0, 2):  # layers below max_window_layers have no window
+            model = make_model(family, max_window_layers=whole_layers, **windowed)
+            with pytest.raises(ValueError, match=message):
+                run(model, stream, settings)
+        run(make_model(family, max_window_layers=3, **windowed), stream, settings)
+        run(make_model(family, use_sliding_window=False, sliding_window=8), stream, settings)
+        mixed = make_model(family, max_window_layers=0, **windowed)
+        mixed.model.layers[1].self_attn.sliding_window = 40
+        with pytest.raises(ValueError, match=message):
+            run(mixed, stream, settings)
 
 
 def test_attention_dropout_raises():

@@ -177,7 +177,7 @@ def _run_block(
 
 
 class _Gradients:
-    """Gradients by hidden, weight and bias, added up block by block."""
+    """Gradients by hidden, weight and bias, added up block by block, in at least fp32."""
 
     def __init__(
         self, ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None,
@@ -185,10 +185,13 @@ class _Gradients:
     ) -> None:  # fmt: skip
         needs = ctx.needs_input_grad
         self.d_hidden = torch.empty_like(hidden) if needs[0] else None
-        self.d_weight = weight_grad
-        if weight_grad is None and needs[1]:
-            self.d_weight = torch.zeros_like(weight)
-        self.d_bias = torch.zeros_like(bias) if bias is not None and needs[2] else None
+        self.d_weight, self.in_buffer = weight_grad, weight_grad is not None
+        if not self.in_buffer and needs[1]:
+            self.d_weight = torch.zeros_like(weight, dtype=work_dtype(weight.dtype))
+        self.d_bias = None
+        if bias is not None and needs[2]:
+            self.d_bias = torch.zeros_like(bias, dtype=work_dtype(bias.dtype))
+        self.dtypes = weight.dtype, None if bias is None else bias.dtype
 
     def add(self, rows: slice, dz: Tensor, hidden: Tensor, weight: Tensor) -> None:
         if self.d_bias is not None:
@@ -198,6 +201,14 @@ class _Gradients:
             torch.mm(dz, weight, out=self.d_hidden[rows])
         if self.d_weight is not None:
             add_product_(self.d_weight, dz, hidden[rows])
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """By hidden, weight and bias, in their own types; None for a buffer of the caller's."""
+        sums = (None if self.in_buffer else self.d_weight, self.d_bias)
+        d_weight, d_bias = (
+            None if d is None else d.to(dtype) for d, dtype in zip(sums, self.dtypes, strict=True)
+        )
+        return self.d_hidden, d_weight, d_bias
 
 
 class _Rows(torch.autograd.Function):
@@ -232,7 +243,7 @@ class _Rows(torch.autograd.Function):
             block = _run_block(hidden[rows], w, bias, labels[rows], ctx.form)
             dz = block.gradient(labels[rows], d_log[rows], d_entropy[rows])
             sums.add(rows, ctx.form.backward_(dz, block.z), hidden, w)
-        return sums.d_hidden, sums.d_weight, sums.d_bias, None, None, None
+        return *sums.finish(), None, None, None
 
 
 class _Loss(torch.autograd.Function):
@@ -257,8 +268,7 @@ class _Loss(torch.autograd.Function):
             right[rows] = block.right
             dz = block.gradient(labels[rows], -scale[rows], None)
             sums.add(rows, form.backward_(dz, block.z), hidden, w)
-        own = None if weight_grad is not None else sums.d_weight
-        ctx.save_for_backward(sums.d_hidden, own, sums.d_bias)
+        ctx.save_for_backward(*sums.finish())
         ctx.mark_non_differentiable(log_probs, entropy, right)
         return -(log_probs * scale).sum(), log_probs, entropy, right
 
