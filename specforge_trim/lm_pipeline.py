@@ -190,7 +190,7 @@ def train_lm_draft(config: LmConfig, world: World) -> LmSummary:
             held_out=_held_out(config, models, world),
             world=world,
             identity=_identity(config, models, data.fingerprint, world),
-            provenance=provenance(config),
+            provenance=provenance(config, data.made_from),
         )
         world.together(lambda: export_lm(config, models) if world.is_main else None)
         return summary

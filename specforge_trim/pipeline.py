@@ -230,7 +230,7 @@ def train_draft(config: Config, world: World) -> TrainSummary:
             held_out=held_out(config, target, documents, model, prompts, world),
             world=world,
             identity=run_identity(config, target, data, model, world),
-            provenance=provenance(config),
+            provenance=provenance(config, data.made_from),
         )
 
 

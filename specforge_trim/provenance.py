@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,18 @@ from typing import Any
 from specforge_trim.config_training import RunConfig
 
 
-def provenance(config: RunConfig) -> dict[str, Any]:
-    """What is kept beside checkpoints and exports; JSON values."""
+def provenance(config: RunConfig, data: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept beside checkpoints and exports; JSON values.
+
+    data: what the training data was made from.
+    """
     return {
         "commit": _commit(),
         "python": platform.python_version(),
         "packages": package_versions(),
         "arguments": sys.argv[1:],
         "config": config.to_dict(),
+        "data": dict(data),
     }
 
 

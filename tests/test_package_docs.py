@@ -40,7 +40,7 @@ SCRIPTS = {
     "docs/config.md": {"--x", "--no-x"},
     "examples/data/README.md": {"--human-eval", "--no-deps", "--per-section", "--tokenizer"},
 }
-PRODUCTS = {"NAME-eagle3.json", "targets/NAME.json", "meta.json", "config.json"}
+PRODUCTS = {"NAME-eagle3.json", "targets/NAME.json", "meta.json", "config.json", "best.json"}
 
 
 class Shown(Exception):

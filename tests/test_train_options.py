@@ -3,10 +3,12 @@
 Catches: a combination of alignment, chain and denominator that does not train or trains other rows
 than it names, micro-batches that weigh differently than one batch, a stale vocabulary map taken
 because it exists, a vocabulary that changes when a draft goes on from an export or stays when it
-was to be rebuilt, sizes that train on nonsense, batches with nothing to learn that break the run.
+was to be rebuilt, sizes that train on nonsense, batches with nothing to learn that break the run, a
+refusal of other data that does not say what is other.
 """
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -18,6 +20,7 @@ from transformers import GraniteConfig, GraniteForCausalLM
 from specforge_trim import first_draft, pipeline
 from specforge_trim.cli import main, train_main
 from specforge_trim.config import load_config
+from specforge_trim.data.made_from import changes
 from specforge_trim.distributed import World
 from specforge_trim.export import load_draft
 from specforge_trim.model.vocab import kept_ids
@@ -295,12 +298,40 @@ def test_what_does_not_fit_the_draft_to_go_on_from_is_said(place, exported, caps
     assert "no draft in" in failing(place, capsys, "--init-from", str(place))
 
 
-def test_resuming_on_other_data_is_refused(place, exported, capsys):
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--train-data", "{place}/other.jsonl"],
+         "(train.jsonl is not read any more; other.jsonl was not read before)"),
+        (["--train-data", "{place}/again/train.jsonl"], "(train.jsonl has other contents)"),
+        (["--max-length", "333"], "(max_length 8192 -> 333)"),
+        (["--supervise-turns", "last"], "(supervise_turns all -> last)"),
+        (["--max-conversations", "3"], "(max_conversations None -> 3; seed None -> 0)"),
+    ],
+)  # fmt: skip
+def test_resuming_on_other_data_says_what_changed(place, exported, capsys, flags, words):
+    (place / "again").mkdir(exist_ok=True)
+    (place / "again" / "train.jsonl").write_bytes((place / "other.jsonl").read_bytes())
     argv = ["--config", str(place / "recipe.yaml"), "--output-dir", str(place / "start"), *TRIM]
-    argv += ["--draft-vocab-size", "8", "--train-data", str(place / "other.jsonl")]
+    argv += ["--draft-vocab-size", "8", *(flag.replace("{place}", str(place)) for flag in flags)]
     assert train_main(argv) == 2
     err = capsys.readouterr().err
     assert "was made with data" in err and "--init-from" in err
+    assert words in err, err
+    assert not re.search("[0-9a-f]{16}", err[err.index("error: ") :]), err
+
+
+def test_what_changed_in_the_data_by_hand():
+    before = {"files": [["a", "1"], ["b", "2"]], "too_long": "drop"}
+    assert changes(before, before) == changes({}, before) == changes(before, {}) == []
+    swapped = {"files": [["b", "2"], ["a", "1"]], "too_long": "cut"}
+    assert changes(before, swapped) == [
+        "the same files in another order or number", "too_long drop -> cut"
+    ]  # fmt: skip
+    renamed = {**before, "files": [["c", "1"], ["b", "2"]]}
+    assert changes(before, renamed) == []  # contents count
+    edited = {**before, "files": [["a", "1"], ["b", "3"], ["c", "4"]]}
+    assert changes(before, edited) == ["b has other contents", "c was not read before"]
 
 
 @pytest.mark.parametrize(

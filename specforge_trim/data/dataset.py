@@ -26,6 +26,7 @@ import transformers
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
+from specforge_trim.data.made_from import made_from
 from specforge_trim.data.prepared import PreparedData
 from specforge_trim.data.quarantine import BadShare, check_usable, write_bad_rows
 from specforge_trim.data.shards import POLICIES, Limit, join_shards, make_shards
@@ -72,7 +73,8 @@ def prepare(
     paths = [paths] if isinstance(paths, (str, Path)) else list(paths)
     _check(paths, max_length, too_long, max_bad_fraction, processes)
     masks, limit = masks or MaskOptions(), Limit(max_length, too_long)
-    fingerprint = data_fingerprint(paths, tokenizer, limit=limit, masks=masks)
+    parts = _parts(paths, tokenizer, limit, masks)
+    fingerprint = _fingerprint(parts)
     folder = _folder(cache_dir, fingerprint)
     folder.parent.mkdir(parents=True, exist_ok=True)
     if not folder.exists():
@@ -84,6 +86,7 @@ def prepare(
     shutil.rmtree(folder.with_suffix(".work"), ignore_errors=True)  # killed as it removed it
     _remove_abandoned(folder.parent)
     data = PreparedData.load(folder, paths)
+    data = dataclasses.replace(data, made_from=made_from(data.paths, parts))
     report = folder.with_suffix(".bad_rows.jsonl")
     if data.skipped:
         write_bad_rows(report, data.read_bad_rows())
@@ -131,10 +134,15 @@ def data_fingerprint(
     paths: Sequence[str | Path], tokenizer, *, limit: Limit, masks: MaskOptions
 ) -> str:
     """sha256 (hex) of everything prepared data depends on, see the module's first lines."""
+    return _fingerprint(_parts(paths, tokenizer, limit, masks))
+
+
+def _parts(paths: Sequence[str | Path], tokenizer, limit: Limit, masks: MaskOptions) -> dict:
+    """All that prepared data depends on."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     # padding and truncation are settings of the last call, not of the tokenizer
     state.pop("padding", None), state.pop("truncation", None)
-    parts = {
+    return {
         "format": _FORMAT,
         "files": [_file_digest(path) for path in paths],
         "tokenizer": state,
@@ -144,6 +152,9 @@ def data_fingerprint(
         "limit": dataclasses.asdict(limit),
         "masks": dataclasses.asdict(masks),
     }
+
+
+def _fingerprint(parts: dict) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

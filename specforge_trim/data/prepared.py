@@ -14,9 +14,10 @@ folder's files:
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +46,8 @@ class PreparedData:
 
     len() and [i] give Documents in file order. folder holds the files; paths are the data files in
     the caller's order, for the places of rows. num_rows counts every row of the files, skipped
-    those not used by reason, bad_rows lists them.
+    those not used by reason, bad_rows lists them. made_from: see made_from.py; empty in a copy
+    that another process opens.
     """
 
     folder: Path
@@ -59,6 +61,7 @@ class PreparedData:
     _index: np.ndarray
     _doc_ids: np.ndarray
     _sampled: tuple[int, int] | None = None
+    made_from: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def load(
@@ -176,6 +179,7 @@ class PreparedData:
             _index=self._index[chosen],
             _doc_ids=self._doc_ids[chosen],
             _sampled=(count, seed),
+            made_from={**self.made_from, "max_conversations": count, "seed": seed},
         )
 
     def summary(self) -> str:

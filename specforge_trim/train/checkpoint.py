@@ -15,9 +15,10 @@ checkpoint_files.py says what lies where.  meta.json holds
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +59,34 @@ __all__ = [
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
-def check_identity(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
+def check_identity(
+    checkpoint: Checkpoint,
+    identity: Mapping[str, Any],
+    explain: Callable[[str], Sequence[str]] = lambda key: (),
+) -> None:
     """Refuses to continue a run under settings that would make it another run.
 
+    explain: what is known of a difference whose values are checksums.
     Raises ValueError naming the first setting that differs, both values, and the remedy.
     """
     saved = checkpoint.meta["identity"]
     wanted = json.loads(json.dumps(identity))  # tuples as lists, as they were saved
     for key in sorted(set(saved) | set(wanted)):
         if saved.get(key) != wanted.get(key):
+            known = "; ".join(explain(key))
             raise ValueError(
-                f"checkpoint {checkpoint.path} was made with {key} = {saved.get(key)!r}, this "
-                f"run has {wanted.get(key)!r}: choose another --output-dir (--init-from goes on "
-                "from an exported draft there), or start over in this one with --no-resume"
+                f"checkpoint {checkpoint.path} was made with {key} = {_short(saved.get(key))}, "
+                f"this run has {_short(wanted.get(key))}{known and f' ({known})'}: choose another "
+                "--output-dir (--init-from goes on from an exported draft there), or start over "
+                "in this one with --no-resume"
             )
+
+
+def _short(value: Any) -> str:
+    """A setting's value as it is shown; of a checksum its first digits."""
+    if isinstance(value, str) and re.fullmatch("[0-9a-f]{24,}", value):
+        return value[:12] + "..."
+    return repr(value)
 
 
 # ---------------------------------------------------------------------- state <-> tensors

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from specforge_trim.config import Config
+from specforge_trim.data.made_from import changes as data_changes
 from specforge_trim.distributed import World
 from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.train import checkpoint as checkpoints
@@ -87,7 +88,9 @@ class Keeper:
 
     def _check(self, found: checkpoints.Checkpoint) -> None:
         """It is this run's, and has seen the documents that this run would have seen."""
-        checkpoints.check_identity(found, self._about.identity)
+        checkpoints.check_identity(
+            found, self._about.identity, lambda key: self._explain(found.meta["provenance"], key)
+        )
         saved = found.meta["progress"].get("order")
         if found.step > self._schedule.total_steps:
             return  # fewer steps are asked for than are done: nothing will be trained
@@ -97,6 +100,20 @@ class Keeper:
                 "this version of the package would have chosen: continue with the version it was "
                 "made with (meta.json names it), or start over with --no-resume"
             )
+
+    def _explain(self, before: Mapping[str, Any], key: str) -> list[str]:
+        """What is known of a difference in `key`, whose values are checksums."""
+        if key not in ("data", "target", "draft"):
+            return []
+        found = []
+        if key == "data":
+            found = data_changes(before.get("data", {}), self._about.provenance.get("data", {}))
+        settings = _changes(before.get("config", {}), self._config.to_dict())
+        named = "train_data" if key == "data" else key
+        found = found or [text for text in settings if text.split()[0] == named]
+        if not found and key != "data":
+            found = ["under the same name, but its files are others"]
+        return found
 
     def save(self, step: int) -> None:
         """Writes the state after `step` steps, unless it is there already."""

@@ -72,7 +72,8 @@ class PeerData:
     """Documents and features of a folder, in the natural order of the file names.
 
     len() and [i] give Documents, tokens(i) and features(i) are what a batch is made of. lengths,
-    num_tokens, num_supervised, skipped, bad_rows and fingerprint are as in PreparedData.
+    num_tokens, num_supervised, skipped, bad_rows, fingerprint and made_from are as in
+    PreparedData.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class PeerData:
         self.num_supervised = sum(known[name]["supervised"] for name in self._files)
         ids = "\n".join(known[name]["doc_id"] for name in self._files)
         self.fingerprint = hashlib.sha256(ids.encode()).hexdigest()
+        self.made_from = {"feature files": len(self._files), "max_length": max_length}
         self._check_usable(max_bad_fraction)
 
     def _check_usable(self, max_bad_fraction: float) -> None:
