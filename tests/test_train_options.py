@@ -3,8 +3,8 @@
 Catches: a combination of alignment, chain and denominator that does not train or trains other rows
 than it names, micro-batches that weigh differently than one batch, a stale vocabulary map taken
 because it exists, a vocabulary that changes when a draft goes on from an export or stays when it
-was to be rebuilt, sizes that train on nonsense, batches with nothing to learn that break the run, a
-refusal of other data that does not say what is other.
+was to be rebuilt, sizes that train on nonsense, batches with nothing to learn that break the run,
+a refusal of other data that does not say what is other.
 """
 
 import itertools
