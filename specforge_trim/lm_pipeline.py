@@ -24,11 +24,18 @@ from specforge_trim.decode_report import EvalReport
 from specforge_trim.distributed import World
 from specforge_trim.lm_config import LmConfig
 from specforge_trim.lm_evaluate import evaluate_lm
+from specforge_trim.lm_vocabulary import check_vocabulary, fit_vocabulary
 from specforge_trim.loss_terms import parse_objective
 from specforge_trim.objective.teacher import Teacher
 from specforge_trim.pipeline import data_files, data_sources, held_out_prompts, prepare_data
 from specforge_trim.provenance import provenance
-from specforge_trim.row_sparse import PackedAttention, RowSparseSettings, enable_row_sparse
+from specforge_trim.row_sparse import (
+    PackedAttention,
+    RowSparseSettings,
+    check_model_type,
+    check_window,
+    enable_row_sparse,
+)
 from specforge_trim.target.embedded import resolve_target
 from specforge_trim.target.head import load_embedding_and_head
 from specforge_trim.target.hf import HFTarget, target_fingerprint
@@ -45,12 +52,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LmModels:
-    """Target and draft on disk, not loaded. draft_config: with draft_layers applied."""
+    """Target and draft on disk, not loaded.
+
+    draft_config: with draft_layers and the target's vocabulary size; refitted: it had another.
+    """
 
     path: str | Path
     draft_path: str | Path
     text_config: Any
     draft_config: Any
+    refitted: bool = False
 
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer
@@ -74,12 +85,13 @@ def open_lm(config: LmConfig, world: World) -> LmModels:
                 check_hub(found)
         text = AutoConfig.from_pretrained(path).get_text_config()
         draft = AutoConfig.from_pretrained(draft_path)
-        if draft.get_text_config().vocab_size != text.vocab_size:
-            raise ConfigError(
-                f"draft {draft_path} has a vocabulary of {draft.get_text_config().vocab_size}, "
-                f"the target of {text.vocab_size}: choose a draft of the target's family"
-            )
-        return LmModels(path, draft_path, text, _cut(draft, config.model.draft_layers))
+        check_model_type(draft.model_type)
+        own, rows = draft.vocab_size, text.vocab_size
+        if draft_path != path:
+            check_vocabulary(draft_path, path, draft_rows=own, target_rows=rows)
+            draft.vocab_size = rows
+        cut = _cut(draft, config.model.draft_layers)
+        return LmModels(path, draft_path, text, cut, refitted=own != rows)
 
     return world.together(settle)
 
@@ -107,6 +119,7 @@ def load_draft_lm(models: LmModels) -> Any:
     if len(whole.model.layers) > count:
         whole.model.layers = nn.ModuleList(whole.model.layers[:count])
         _cut(whole.config, count)
+    fit_vocabulary(whole, models.draft_config.vocab_size, models.draft_path)
     return whole
 
 
@@ -167,8 +180,11 @@ def train_lm_draft(config: LmConfig, world: World) -> LmSummary:
         if config.evaluate.eval_data:  # decoded at the end: refused before hours of training
             held_out_prompts(config, models, world)
         data = prepare_data(config, models, world)
-        _check_lengths(models, max(data.lengths))
+        held_out = _held_out(config, models, world)
+        longest = max(max(data.lengths), max(held_out.documents.lengths) if held_out else 0)
+        _check_lengths(models, longest)
         model, targets = world.together(lambda: build_lm(config, models, world))
+        world.together(lambda: check_window(model, longest))
         schedule = Schedule(
             lengths=tuple(int(n) for n in data.lengths),
             weights=document_weights(data_sources(config), data.file_numbers),
@@ -187,7 +203,7 @@ def train_lm_draft(config: LmConfig, world: World) -> LmSummary:
             documents=data,
             schedule=schedule,
             plan=LmPlan(config.trim.skip_masked_lm_head_tokens),
-            held_out=_held_out(config, models, world),
+            held_out=held_out,
             world=world,
             identity=_identity(config, models, data.fingerprint, world),
             provenance=provenance(config, data.made_from),
@@ -232,6 +248,8 @@ def _identity(config: LmConfig, models: LmModels, data: str, world: World) -> di
         "ranks x accumulate": world.size * config.train.accumulate,
         "seed": config.train.seed,
         "stop_grad_context_tokens": config.trim.stop_grad_context_tokens,
+        # Named only where a table was padded or cut, as older runs do.
+        **({"vocabulary rows": models.draft_config.vocab_size} if models.refitted else {}),
         **dataclasses.asdict(config.loss),
     }
 

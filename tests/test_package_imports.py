@@ -51,7 +51,7 @@ MAY_IMPORT = {
 ENTRY_POINTS = {
     "cli", "draft_commands", "draft_setup", "dry_run", "running", "quickstart", "feature_sources",
     "first_draft", "pipeline", "regeneration", "reports", "results", "lm_cli", "lm_evaluate",
-    "lm_pipeline", "training_decoding", "__main__",
+    "lm_pipeline", "lm_vocabulary", "training_decoding", "__main__",
 }  # fmt: skip
 OPTIONAL = {
     "flash_attn", "yunchang", "triton", "wandb", "tensorboard", "gguf", "accelerate", "pyarrow",

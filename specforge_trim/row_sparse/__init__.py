@@ -9,6 +9,7 @@
 stop_grad_context_tokens changes the gradient on purpose: it flows through kept rows only.
 """
 
+from specforge_trim.row_sparse.families import check_model_type, check_window
 from specforge_trim.row_sparse.functions import PackedAttention
 from specforge_trim.row_sparse.head import HeadRows, LogitForm, kept_log_probs, label_loss
 from specforge_trim.row_sparse.layers import (
@@ -25,6 +26,8 @@ __all__ = [
     "PackedAttention",
     "RowPlan",
     "RowSparseSettings",
+    "check_model_type",
+    "check_window",
     "disable_row_sparse",
     "enable_row_sparse",
     "hidden_states",

@@ -30,6 +30,16 @@ FAMILIES = {
 _SPARSE_LINEARS = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+def check_model_type(model_type: str) -> None:
+    """Raises ValueError for the `model_type` of a config that `enable_row_sparse` would refuse."""
+    known = [name.removesuffix("ForCausalLM").lower() for name in FAMILIES]
+    if model_type not in known:
+        raise ValueError(
+            f"a draft of model type {model_type!r} is not supported: expected one of "
+            f"{', '.join(known)} (dense, text only)"
+        )
+
+
 def family_of(model: nn.Module) -> Family:
     name = type(model).__name__
     family = FAMILIES.get(name)
@@ -56,6 +66,17 @@ def shortest_window(model: nn.Module) -> int | None:
     if type(model).__name__ == "MistralForCausalLM":  # all layers, named in the config only
         found.append(model.config.sliding_window)
     return min((w for w in found if w is not None), default=None)
+
+
+def check_window(model: nn.Module, longest: int) -> None:
+    """Raises ValueError where a document of `longest` tokens exceeds a layer's sliding window."""
+    window = shortest_window(model)
+    if window is not None and longest > window:
+        raise ValueError(
+            f"a document of {longest} tokens exceeds the sliding window of {window}, which "
+            "packed attention does not have: lower max_length, or set sliding_window to null in "
+            "the model's config"
+        )
 
 
 def dense_linears(model: Any) -> tuple[str, ...]:

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from specforge_trim.row_sparse.families import (
     Family,
     check_blocks,
+    check_window,
     dense_linears,
     family_of,
     is_plain,
-    shortest_window,
 )
 from specforge_trim.row_sparse.functions import (
     PackedAttention,
@@ -145,13 +145,7 @@ def hidden_states(
     """
     if settings.stop_grad_context_tokens:
         _check_layers(model, family_of(model))
-    window = shortest_window(model)
-    if window is not None and plan.longest > window:
-        raise ValueError(
-            f"a document of {plan.longest} tokens exceeds the sliding window of {window}, which "
-            "packed attention does not have: lower max_length, or set sliding_window to null in "
-            "the model's config"
-        )
+    check_window(model, plan.longest)
     output = model.model(
         input_ids=input_ids[None],
         position_ids=position_ids[None],
