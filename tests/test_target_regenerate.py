@@ -1,15 +1,19 @@
 """Catches: answers that depend on the batch's padding; a resume that asks again or loses rows; ids
-that change with the order of rows; degenerate answers kept; an end-of-turn invented for an answer
-that was cut off."""
+that change with the order of rows; answers of earlier inputs or settings that are lost; memory
+that grows with the data; degenerate answers kept; an end-of-turn invented for an answer that was
+cut off."""
 
+import contextlib
 import json
 import shutil
+import tracemalloc
 
 import pytest
 import torch
 from tiny import CHATML, save_tiny_target, tiny_messages, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from specforge_trim.target import answer_files
 from specforge_trim.target.answers import Answer, degenerate_reason
 from specforge_trim.target.local_answers import LocalAnswers
 from specforge_trim.target.regenerate import regenerate
@@ -159,6 +163,92 @@ def test_ids_follow_the_content_not_the_order(tmp_path, target, prompts, monkeyp
     assert len(asked) == 1
     run([prompts], out, target, max_new_tokens=11)  # other settings, other answers
     assert len(asked) == 3
+
+
+def ids_in(folder, *names):
+    return {row["id"] for name in names if (folder / name).exists() for row in read(folder / name)}
+
+
+def test_rows_of_earlier_inputs_and_settings_are_kept_and_found_again(
+    tmp_path, target, prompts, monkeypatch, caplog
+):
+    out, kinds = tmp_path / "out.jsonl", ("out.jsonl", "out.jsonl.dropped")
+    run([prompts], out, target)
+    first = [(tmp_path / kind).read_bytes() for kind in kinds]
+    all_ten = ids_in(tmp_path, *kinds)
+    rows = [row["messages"] for row in read(prompts)]
+    other = write(tmp_path / "other.jsonl", [rows[4], tiny_messages(77)[:1]])
+    run([other], out, target)
+    assert len(ids_in(tmp_path, *kinds)) == 2 and len(all_ten) == 10
+    new = ids_in(tmp_path, *kinds) - all_ten
+    assert ids_in(tmp_path, "out.jsonl.others") == all_ten - ids_in(tmp_path, *kinds)
+    assert "9 rows of earlier runs are not of these requests" in caplog.text
+    run([prompts], out, target, max_new_tokens=11)
+    asked = count_requests(monkeypatch)
+    report = run([prompts], out, target)
+    assert asked == [] and report.resumed == 10
+    assert [(tmp_path / kind).read_bytes() for kind in kinds] == first
+    kept = ids_in(tmp_path, "out.jsonl.others")
+    assert new < kept and len(kept) == 11 and not kept & all_ten
+
+
+def test_a_stop_between_two_files_loses_no_row(tmp_path, target, prompts, monkeypatch):
+    """Stopped before each file that takes its place, one run after the other."""
+    out, kinds = tmp_path / "out.jsonl", ("out.jsonl", "out.jsonl.dropped", "out.jsonl.others")
+    rows = [row["messages"] for row in read(prompts)]
+    inputs = [write(tmp_path / "a.jsonl", rows[:6]), write(tmp_path / "b.jsonl", rows[4:8])]
+    for path in inputs:
+        run([path], out, target)
+    whole, real = ids_in(tmp_path, *kinds), answer_files.replaced
+    assert len(whole) == 8
+    stopped = []
+    for stop in range(6):
+        left = [stop]
+
+        class Stopping(real):
+            def __exit__(self, kind, error, trace):
+                if kind is None and not left[0]:  # noqa: B023
+                    stopped.append(self.path.name)
+                    super().__exit__(Interrupt, Interrupt(), None)
+                    raise Interrupt
+                left[0] -= kind is None  # noqa: B023
+                super().__exit__(kind, error, trace)
+
+        for path in inputs:
+            left[0] = stop
+            with monkeypatch.context() as patch, contextlib.suppress(Interrupt):
+                patch.setattr(answer_files, "replaced", Stopping)
+                run([path], out, target)
+            assert ids_in(tmp_path, *kinds) == whole, (stop, stopped)
+    assert set(kinds) <= set(stopped), stopped
+
+
+class Echo:
+    """Answers at once."""
+
+    settings = "echo"
+
+    def answer_all(self, todo, *, total, progress):
+        for row_id, conversation in todo:
+            total -= 1
+            written = [*conversation.messages, {"role": "assistant", "content": "yes"}]
+            yield {"id": row_id, "messages": written}
+        assert total == 0
+
+
+def test_memory_does_not_hold_the_conversations(tmp_path):
+    """300 of 50 kB are 15 MB."""
+    rows = [[{"role": "user", "content": f"{i} " + "ab " * 16_000}] for i in range(300)]
+    path = write(tmp_path / "p.jsonl", rows)
+    del rows
+    tracemalloc.start()
+    try:
+        report = regenerate([path], tmp_path / "out.jsonl", Echo(), progress=False)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert report.written == 300 and (tmp_path / "out.jsonl").stat().st_size > 14e6
+    assert peak < 3e6, f"{peak / 1e6:.1f} MB"
 
 
 def test_answers_already_there_do_not_change_the_id(tmp_path, target, monkeypatch):

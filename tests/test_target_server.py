@@ -244,7 +244,7 @@ def test_an_interrupt_does_not_wait_for_answers(server, tmp_path):
     source = ServerAnswers(server.url, "tiny", concurrency=3)
     prompts = write(tmp_path / "p.jsonl", [[question(i)] for i in (1, 2, 3)])
     todo = {str(i): c for i, c in enumerate(read_conversations(prompts))}
-    answers = source.answer_all(todo, progress=False)
+    answers = source.answer_all(todo.items(), total=3, progress=False)
     assert next(answers)["id"] == "0"
     start = time.monotonic()
     answers.close()  # what an exception in the caller does

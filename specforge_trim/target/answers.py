@@ -17,8 +17,13 @@ class AnswerSource(Protocol):
     def settings(self) -> str:
         """All that decides an answer besides the request, for its content hash."""
 
-    def answer_all(self, todo: dict[str, Conversation], *, progress: bool) -> Iterator[dict]:
-        """One row per conversation (by id), finished or dropped, in any order."""
+    def answer_all(
+        self, todo: Iterable[tuple[str, Conversation]], *, total: int, progress: bool
+    ) -> Iterator[dict]:
+        """One row per conversation, finished or dropped, in any order.
+
+        todo: ids and conversations, `total` of them, taken as they are needed.
+        """
 
 
 @dataclass(frozen=True)

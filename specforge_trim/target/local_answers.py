@@ -1,6 +1,7 @@
 """The target in this process as the writer of answers: greedy, in batches of padded prompts."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from specforge_trim.target.answers import (
     finished_row,
 )
 
+BLOCK = 4096  # conversations whose prompts are held and sorted at once
 SOLO_LENGTH = 2048  # longer prompts go alone: padding would cost them the fused causal kernel
 
 
@@ -47,13 +49,23 @@ class LocalAnswers:
     def settings(self) -> str:
         return f"{self.target_path}|{self.max_new_tokens}|{self.max_length}|{self.dtype}"
 
-    def answer_all(self, todo: dict[str, Conversation], *, progress: bool) -> Iterator[dict]:
-        """One row per conversation, as it is finished or dropped, longest prompts first."""
+    def answer_all(
+        self, todo: Iterable[tuple[str, Conversation]], *, total: int, progress: bool
+    ) -> Iterator[dict]:
+        """One row per conversation, as it is finished or dropped.
+
+        They are taken BLOCK at a time, and of each block the longest prompts go first.
+        """
         writer = _Writer.load(
             self.target_path, self.max_new_tokens, dtype=self.dtype, device=self.device
         )
         writer.max_prompt = (self.max_length or writer.context_length) - self.max_new_tokens
-        yield from _answer_all(writer, todo, self.batch_size, self.batch_tokens, progress)
+        left = (Pending(i, c.tools, [], list(c.messages)) for i, c in todo)
+        with tqdm(total=total, desc="regenerate", unit="row", disable=not progress) as bar:
+            while block := list(itertools.islice(left, BLOCK)):
+                for row in _answer_block(writer, block, self.batch_size, self.batch_tokens):
+                    bar.update()
+                    yield row
 
 
 @dataclass
@@ -140,33 +152,26 @@ class _StopRepeats:
         return torch.tensor(stop, device=input_ids.device)
 
 
-def _answer_all(
-    writer: _Writer,
-    todo: dict[str, Conversation],
-    batch_size: int,
-    batch_tokens: int,
-    progress: bool,
+def _answer_block(
+    writer: _Writer, waiting: list[Pending], batch_size: int, batch_tokens: int
 ) -> Iterator[dict]:
     """Yield one row per conversation as it is finished or dropped, longest prompts first."""
-    waiting = [Pending(i, c.tools, [], list(c.messages)) for i, c in todo.items()]
-    with tqdm(total=len(waiting), desc="regenerate", unit="row", disable=not progress) as bar:
-        rows = [row for item in waiting if (row := _next_request(writer, item))]
-        while True:
-            bar.update(len(rows))
-            yield from rows
-            waiting = sorted((i for i in waiting if not i.done), key=lambda i: -len(i.prompt))
-            if not waiting:
-                return
-            batch = waiting[: _batch_rows(waiting[0], batch_size, batch_tokens, writer)]
-            answers = writer.answer([item.prompt for item in batch])
-            rows = []
-            for item, answer in zip(batch, answers, strict=True):
-                item.written.append({"role": "assistant", "content": answer.text})
-                request = writer.tokenizer.decode(item.prompt)
-                reason = degenerate_reason(answer, item.prompt, request)
-                row = finished_row(item, dropped=reason) if reason else _next_request(writer, item)
-                if row:
-                    rows.append(row)
+    rows = [row for item in waiting if (row := _next_request(writer, item))]
+    while True:
+        yield from rows
+        waiting = sorted((i for i in waiting if not i.done), key=lambda i: -len(i.prompt))
+        if not waiting:
+            return
+        batch = waiting[: _batch_rows(waiting[0], batch_size, batch_tokens, writer)]
+        answers = writer.answer([item.prompt for item in batch])
+        rows = []
+        for item, answer in zip(batch, answers, strict=True):
+            item.written.append({"role": "assistant", "content": answer.text})
+            request = writer.tokenizer.decode(item.prompt)
+            reason = degenerate_reason(answer, item.prompt, request)
+            row = finished_row(item, dropped=reason) if reason else _next_request(writer, item)
+            if row:
+                rows.append(row)
 
 
 def _next_request(writer: _Writer, item: Pending) -> dict | None:

@@ -11,7 +11,7 @@ import json
 import random
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -71,15 +71,17 @@ class ServerAnswers:
     def settings(self) -> str:
         return f"server|{self.model}|{self.max_new_tokens}|{self.temperature}"
 
-    def answer_all(self, todo: dict[str, Conversation], *, progress: bool) -> Iterator[dict]:
+    def answer_all(
+        self, todo: Iterable[tuple[str, Conversation]], *, total: int, progress: bool
+    ) -> Iterator[dict]:
         """One row per conversation, as it is finished or dropped.
 
         Raises NoAnswer when the server is gone, or at the end when some conversations got none.
         """
-        waiting = iter([Pending(i, c.tools, [], list(c.messages)) for i, c in todo.items()])
+        waiting = (Pending(i, c.tools, [], list(c.messages)) for i, c in todo)
         running: set[Future[dict]] = set()
         failed, in_a_row, last = 0, 0, ""
-        bar = tqdm(total=len(todo), desc="regenerate", unit="row", disable=not progress)
+        bar = tqdm(total=total, desc="regenerate", unit="row", disable=not progress)
         pool, client = ThreadPoolExecutor(self.concurrency), _Client(self)
         try:
             while True:
@@ -105,7 +107,7 @@ class ServerAnswers:
             bar.close()
         if failed:
             raise NoAnswer(
-                f"{failed} of {len(todo)} conversations got no answer (the last: {last}). The "
+                f"{failed} of {total} conversations got no answer (the last: {last}). The "
                 "others are kept: the same command asks for these only"
             )
 
