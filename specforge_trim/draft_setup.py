@@ -73,3 +73,11 @@ def sized_draft(config: Config, text_config: Any | None) -> tuple[DraftConfig, s
     if size is None or size == draft.draft_vocab_size:
         return draft, source
     return dataclasses.replace(draft, draft_vocab_size=size), source
+
+
+def shares_head(config: Config, tied: bool) -> bool:
+    """Whether the draft's copy of the target's embedding serves as the target's head too.
+
+    tied: they are one matrix in the target. The draft's is fp32, and FSDP2 splits it.
+    """
+    return tied and config.train.dtype == "float32" and not config.parallel.fsdp

@@ -17,7 +17,7 @@ import torch
 from specforge_trim.config import Config
 from specforge_trim.config_checks import check_draft, sequence_degrees
 from specforge_trim.draft_commands import read_target_config
-from specforge_trim.draft_setup import draft_config, sized_draft
+from specforge_trim.draft_setup import draft_config, shares_head, sized_draft
 from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.model.draft_config import DraftConfig
 from specforge_trim.plan.memory import DEFAULT_ROW_MEMORY_MB, chunk_rows_for
@@ -69,21 +69,25 @@ def draft_size(config: DraftConfig) -> DraftSize:
 
 
 def training_memory(
-    config: Config, draft: DraftConfig, *, device: str, world_size: int = 1
+    config: Config, draft: DraftConfig, *, device: str, world_size: int = 1, tied: bool = False
 ) -> dict[str, int]:
-    """Bytes on one device by what they hold, for one micro-batch of tokens_per_batch tokens."""
+    """Bytes on one device by what they hold, for one micro-batch of tokens_per_batch tokens.
+
+    tied: the target's head is its embedding.
+    """
     size, item = draft_size(draft), _ITEM[config.train.dtype]
     width = 2 * draft.num_key_value_heads * draft.head_dim
     rows = config.attention.row_memory_mb or DEFAULT_ROW_MEMORY_MB[device]
     context = config.data.tokens_per_batch * draft.num_hidden_layers * width
     aux = config.attention.context_chunk_tokens * draft.num_aux_layers * draft.target_hidden_size
+    head = item * draft.vocab_size * draft.target_hidden_size
     weights = 16 * size.trained
     if config.parallel.fsdp:  # whole weights and gradients while a step's micro-batches run
         weights = weights // world_size + 8 * size.trained
     return {
         "weights, gradients, Adam (fp32)": weights,
         "target's embedding (fp32)": 4 * size.frozen,
-        "target's head": item * draft.vocab_size * draft.target_hidden_size,
+        "target's head": 0 if shares_head(config, tied) else head,
         "context keys, values, gradients": int(
             context * (item + 4) * _context_share(config, world_size)
         ),
@@ -140,7 +144,8 @@ def plan_of_run(config: Config, *, world_size: int) -> str:
     lines += [f"{name:<{width}}  {value}" for name, value in rows]
     lines += [f"note: {note}" for note in draft.notes(max_length=config.data.max_length)]
     lines += ["", *_parameter_table(draft_size(draft))]
-    memory = training_memory(config, draft, device=device, world_size=world_size)
+    tied = text is not None and bool(text.tie_word_embeddings)
+    memory = training_memory(config, draft, device=device, world_size=world_size, tied=tied)
     cells = [(name, f"{value / MB:,.0f}") for name, value in memory.items()]
     cells.append(("all, per rank", f"{sum(memory.values()) / MB:,.0f}"))
     lines += ["", *table(("memory of training", "MB"), cells)]

@@ -17,6 +17,7 @@ from specforge_trim.config import Config, ConfigError
 from specforge_trim.data.dataset import PreparedData
 from specforge_trim.data.peer_formats.folder import PeerData
 from specforge_trim.data.peer_formats.vocab_maps import read_vocab_maps
+from specforge_trim.draft_setup import shares_head
 from specforge_trim.export import load_draft
 from specforge_trim.feature_sources import Target
 from specforge_trim.model.draft import Eagle3Draft
@@ -61,8 +62,9 @@ def build_draft(
         logger.warning("draft: %s", note)
     _report_vocab(model, counts)
     model.to(device)
+    held = model.embed_tokens.weight.detach() if shares_head(config, head.tied) else head.head
     teacher = Teacher(
-        head=head.head.to(device, getattr(torch, config.train.dtype)),
+        head=held.to(device, getattr(torch, config.train.dtype)),
         draft_to_target=model.draft_to_target,
         t2d=model.t2d,
         logit_post=head.logit_post,

@@ -83,4 +83,5 @@ def _memory(config: Config, target: Target, data: PreparedData) -> dict[str, int
     device = config.train.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return training_memory(largest, target.draft, device=device)
+    tied = bool(target.text_config.tie_word_embeddings)
+    return training_memory(largest, target.draft, device=device, tied=tied)

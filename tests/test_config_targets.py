@@ -247,5 +247,12 @@ def test_memory_of_shared_keys_and_split_weights():
     assert parts(4, **usp)[0] == whole * 5 // 4
     assert parts(4, **usp, sp_context="ring")[0] == whole * 3 // 4
     assert parts(4, **usp, sp_context="ulysses")[0] == whole // 2
+    for tied, dtype, split, held in (
+        (False, "float32", False, 64 * 64 * 4), (True, "float32", False, 0),
+        (True, "bfloat16", False, 64 * 64 * 2), (True, "float32", True, 64 * 64 * 4),
+    ):  # fmt: skip
+        config = build(Config, {"dtype": dtype, "fsdp": split})
+        found = training_memory(config, draft, device="cuda", world_size=2, tied=tied)
+        assert found["target's head"] == held, (tied, dtype, split)
     trained = parts(1)[1] // 16
     assert parts(4, fsdp=True)[1] == 12 * trained

@@ -99,6 +99,7 @@ def test_the_page_is_whole_and_asks_for_nothing(prepared):
     assert (
         "Expected memory" in page
         and "<td>one chunk</td><td>3</td>" in page
+        and "<td>all of it</td><td>5</td>" in page
         and str(len(data)) in page
     )
 
@@ -110,7 +111,7 @@ def test_terminal_paints_rows_and_shows_memory(prepared):
     )
     assert "[[1:1]]" in text and "[[3:3]]" in text  # the legend
     assert re.search(r"\[\[3:.*yes", text, re.S)
-    assert "3 MB  one chunk" in text
+    assert "3 MB  one chunk" in text and "5 MB  all of it" in text
     coloured = inspect_terminal(data, tokenizer, color=True, paint="rows", index=1, **SETTINGS)
     assert "\x1b[38;5;203m" in coloured
 

@@ -321,6 +321,20 @@ def test_resuming_on_other_data_says_what_changed(place, exported, capsys, flags
     assert not re.search("[0-9a-f]{16}", err[err.index("error: ") :]), err
 
 
+@pytest.mark.parametrize(
+    "tied, dtype", [(True, "float32"), (True, "bfloat16"), (False, "float32")]
+)  # fmt: skip
+def test_a_tied_target_is_held_once_where_that_is_exact(place, tied, dtype):
+    folder = tiny.save_tiny_target(place / f"tied-{tied}", tied=tied, seed=3)
+    model, teacher = draft(place, "--target", str(folder), "--dtype", dtype)
+    rows = load_file(folder / "model.safetensors")
+    head = rows["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    assert torch.equal(teacher.head, head.to(getattr(torch, dtype)))
+    once = teacher.head.data_ptr() == model.embed_tokens.weight.data_ptr()
+    assert once == (tied and dtype == "float32")
+    assert not teacher.head.requires_grad
+
+
 def test_what_changed_in_the_data_by_hand():
     before = {"files": [["a", "1"], ["b", "2"]], "too_long": "drop"}
     assert changes(before, before) == changes({}, before) == changes(before, {}) == []

@@ -252,8 +252,14 @@ def _work_table(stats: list[DocumentStats]) -> str:
 
 def _memory_table(memory: Mapping[str, int]) -> str:
     lines = ["EXPECTED MEMORY   of the largest training step on one device"]
-    lines += [f"{size / 1e6:>10,.0f} MB  {name}" for name, size in memory.items()]
+    lines += [f"{size:>10} MB  {name}" for name, size in memory_rows(memory)]
     return "\n".join(lines)
+
+
+def memory_rows(memory: Mapping[str, int]) -> list[tuple[str, str]]:
+    """(what, MB) of every part and of all of them."""
+    parts = [*memory.items(), ("all of it", sum(memory.values()))]
+    return [(name, f"{size / 1e6:,.0f}") for name, size in parts]
 
 
 def _work_line(name: str, kept: int, full: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from specforge_trim.data import charts
-from specforge_trim.data.inspect import percent, printable
+from specforge_trim.data.inspect import memory_rows, percent, printable
 from specforge_trim.data.inspect_page import STYLE
 from specforge_trim.data.inspect_stats import (
     DocumentStats,
@@ -188,7 +188,7 @@ def _work(stats: Sequence[DocumentStats], memory: Mapping[str, int] | None) -> s
         f"trimming at all: {percent(cost.kept / cost.full_untrimmed)}.</p>"
     )
     if memory is not None:
-        rows = [[name, f"{size / 1e6:,.0f}"] for name, size in memory.items()]
+        rows = [list(row) for row in memory_rows(memory)]
         text += f"<h2>Expected memory of the largest step</h2>{_table(['part', 'MB'], rows)}"
     return f"<section><h2>Expected work of one pass</h2>{text}</section>"
 
