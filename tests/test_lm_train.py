@@ -27,6 +27,7 @@ from specforge_trim.options import ConfigError, build, read_yaml
 from specforge_trim.row_sparse import RowSparseSettings, enable_row_sparse
 from specforge_trim.target.hf import HFTarget
 from specforge_trim.train import lm_loop
+from specforge_trim.train import lm_step as lm_step_module
 from specforge_trim.train.gradients import FullySharded
 from specforge_trim.train.lm_batch import LmPlan, make_lm_batch
 from specforge_trim.train.lm_loop import _Replicated
@@ -114,8 +115,10 @@ def soft_targets(teacher_model):
     return SoftTargets(teacher_model.model, teacher)
 
 
+@pytest.mark.parametrize("skip_head", [True, False])
 @pytest.mark.parametrize("masks", [MASKS, ["0000", "000"]], ids=["some", "none"])
-def test_distillation_equals_autograd_on_the_targets_distribution(masks):
+def test_distillation_equals_autograd_on_the_targets_distribution(masks, skip_head, monkeypatch):
+    monkeypatch.setattr(lm_step_module, "_TABLE_ELEMENTS", {"cpu": 1})  # 16 rows of 37 at once
     stream = make_stream(masks)
     kept, count = stream.kept(), int(stream.kept().sum())
     target = make_model("llama", seed=3, num_hidden_layers=4, hidden_size=32)
@@ -123,6 +126,7 @@ def test_distillation_equals_autograd_on_the_targets_distribution(masks):
     student, plain = make_model("qwen3"), make_model("qwen3")
     plain.set_attn_implementation("plain_reference")
     total, accept, start = torch.zeros((), dtype=torch.float64), 0.0, 0
+    correct = 0
     for n in stream.lengths:
         ids, keep = stream.ids[start : start + n], kept[start : start + n]
         with torch.no_grad():
@@ -133,15 +137,16 @@ def test_distillation_equals_autograd_on_the_targets_distribution(masks):
                 row = 0.7 * -(p[t] * q[t].log()).sum() + 0.3 * (p[t] - q[t]).abs().sum() / 2
                 total = total + (0.5 * row - 0.25 * q[t, ids[t + 1]].log()) / count
                 accept += float(torch.minimum(p[t], q[t].detach()).sum())
+                correct += int(q[t].argmax() == ids[t + 1])
         start += n
     if count:
         total.backward()
     settings = LmStepSettings(
-        RowSparseSettings(), label_weight=0.25, distill_weight=0.5,
+        RowSparseSettings(skip_head), label_weight=0.25, distill_weight=0.5,
         objective=parse_objective("0.7*soft_ce+0.3*tv"), compute_dtype=torch.float64,
     )  # fmt: skip
     enable_row_sparse(student, settings.row_sparse)
-    batch = make_lm_batch(documents(stream), LmPlan())
+    batch = make_lm_batch(documents(stream), LmPlan(skip_head))
     targets = soft_targets(target)
     result = lm_step(
         student, batch, num_loss_rows=float(count), settings=settings, targets=targets
@@ -149,6 +154,7 @@ def test_distillation_equals_autograd_on_the_targets_distribution(masks):
     found = 0.25 * float(result.label_loss) + 0.5 * float(result.distill_loss)
     assert abs(found / max(1, count) - float(total.detach())) < 1e-12
     assert abs(float(result.accept) - accept) < 1e-10
+    assert int(result.correct) == correct
     expected = {
         n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in plain.named_parameters()
     }

@@ -109,6 +109,14 @@ def test_every_alignment_and_chain_trains_the_rows_it_names(place, alignment, ch
     assert first[1]["grad_norm"] > 2 * first[0]["grad_norm"]
 
 
+def test_cutting_context_gradients_changes_the_gradient_and_not_the_loss(place):
+    flags = [*TRIM, *ONE_BATCH, "--max-steps", "1"]
+    whole = tiny.run_recipe(place, "uncut", *flags)
+    cut = tiny.run_recipe(place, "cut", *flags, "--stop-grad-context-tokens")
+    assert cut[0]["loss"] == whole[0]["loss"]
+    assert abs(cut[0]["grad_norm"] / whole[0]["grad_norm"] - 1) > 1e-4  # fc learns from fewer rows
+
+
 @pytest.mark.parametrize("kind", ["rows", "supervised"])
 def test_accumulated_micro_batches_equal_one_batch(place, kind):
     flags = [*TRIM, "--loss-denominator", kind, "--epochs", "3"]

@@ -211,13 +211,14 @@ def _checksums(folder: Path, world: World) -> dict[str, str]:
 def _dcp(call: Any, state: dict[str, Any], folder: Path, world: World | None) -> None:
     """A call of torch.distributed.checkpoint; raises OSError saying what went wrong.
 
-    Its notice that a single process is a single process is left out.
+    Without a group it is this process's alone, also in one whose peers do something else: dcp
+    would wait for them. Its notice that a single process is a single process is left out.
     """
     group = None if world is None else world.group
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            call(state, checkpoint_id=folder, process_group=group)
+            call(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
         raise OSError(_why(reason)) from error
