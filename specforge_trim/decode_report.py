@@ -79,7 +79,9 @@ class EvalReport:
 
     def format(self) -> str:
         """The report as text of at most 100 columns."""
-        rows = [("held-out set", "prompts", "passes", "tokens", "acceptance length", "untrained")]
+        rows: list[tuple[str, ...]] = [
+            ("held-out set", "prompts", "passes", "tokens", "acceptance length", "untrained")
+        ]
         for s in self.sets:
             length = "" if s.untrained is None else f"{s.untrained.acceptance_length:.2f}"
             counts = (s.name, s.prompts, s.trained.passes, s.trained.tokens)
@@ -87,8 +89,8 @@ class EvalReport:
         lines = [*table(rows[0], rows[1:]), ""]
         rows = [("acceptance at depth", *map(str, range(1, self.depth + 1)))]
         for s in self.sets:
-            cells = zip(s.trained.acceptance, s.trained.tried, strict=True)
-            rows.append((s.name, *(f"{a:.3f} of {t}" if t else "-" for a, t in cells)))
+            pairs = zip(s.trained.acceptance, s.trained.tried, strict=True)
+            rows.append((s.name, *(f"{a:.3f} of {t}" if t else "-" for a, t in pairs)))
         for name in ("accuracy", "acceptance"):
             values = getattr(self, f"training_{name}")
             if values is not None:

@@ -153,7 +153,7 @@ def serving_config(config: DraftConfig, *, target_config: Any, dtype: torch.dtyp
         )
     layers = resolve_aux_layers(text.num_hidden_layers, config.aux_layers)
     is_default = not exported_aux_keys(text.num_hidden_layers, layers)
-    token_ids = {
+    token_ids: dict[str, Any] = {
         key: getattr(text, key, None)
         for key in ("bos_token_id", "eos_token_id", "pad_token_id")
         if getattr(config, key) is None

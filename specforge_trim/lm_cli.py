@@ -6,11 +6,15 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from specforge_trim.config import config_parser
 from specforge_trim.config_checks import check_fsdp
 from specforge_trim.lm_config import LmConfig, resolve
 from specforge_trim.running import guarded
+
+if TYPE_CHECKING:
+    from specforge_trim.distributed import World
 
 DESCRIPTION = """\
 Trains a dense language model (Qwen3, Qwen2, Llama, Mistral) as the draft of a larger one, by
@@ -62,7 +66,7 @@ def train_lm_command(argv: Sequence[str]) -> None:
     distributed.stop(world)
 
 
-def _alone(world):  # type: ignore[no-untyped-def]
+def _alone(world: World) -> World:
     """The same device without peers: one rank decodes."""
     from specforge_trim.distributed import World
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from specforge_trim.config import ConfigError
+from specforge_trim.data.prepared import PreparedData
 from specforge_trim.data.sources import document_weights, parse_source
 from specforge_trim.decode_report import EvalReport
 from specforge_trim.distributed import World
@@ -181,7 +182,8 @@ def train_lm_draft(config: LmConfig, world: World) -> LmSummary:
             held_out_prompts(config, models, world)
         data = prepare_data(config, models, world)
         held_out = _held_out(config, models, world)
-        longest = max(max(data.lengths), max(held_out.documents.lengths) if held_out else 0)
+        every = config.evaluate.held_out_every
+        longest = max(n for part in (data, held_out) if part is not None for n in part.lengths)
         _check_lengths(models, longest)
         model, targets = world.together(lambda: build_lm(config, models, world))
         world.together(lambda: check_window(model, longest))
@@ -203,7 +205,7 @@ def train_lm_draft(config: LmConfig, world: World) -> LmSummary:
             documents=data,
             schedule=schedule,
             plan=LmPlan(config.trim.skip_masked_lm_head_tokens),
-            held_out=held_out,
+            held_out=None if held_out is None else HeldOut(held_out, every),
             world=world,
             identity=_identity(config, models, data.fingerprint, world),
             provenance=provenance(config, data.made_from),
@@ -227,12 +229,11 @@ def _check_lengths(models: LmModels, longest: int) -> None:
         )
 
 
-def _held_out(config: LmConfig, models: LmModels, world: World) -> HeldOut | None:
+def _held_out(config: LmConfig, models: LmModels, world: World) -> PreparedData | None:
     if not config.evaluate.eval_data:
         return None
     files = list(config.evaluate.eval_data)
-    data = prepare_data(config, models, world, paths=files, announce=False)
-    return HeldOut(data, config.evaluate.held_out_every)
+    return prepare_data(config, models, world, paths=files, announce=False)
 
 
 def _identity(config: LmConfig, models: LmModels, data: str, world: World) -> dict[str, Any]:
@@ -283,7 +284,7 @@ def evaluate_lm_draft(config: LmConfig, world: World) -> EvalReport:
     sets = held_out_prompts(config, models, world)
     target = HFTarget.load(models.path, dtype=torch.float32, device=world.device, aux_layers=(1,))
     folder = config.output_dir / "export"
-    draft = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    draft: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     report = evaluate_lm(
         target,
         draft.to(world.device).eval(),

@@ -90,7 +90,8 @@ def _differences(
     """Ids that mean two ordinary tokens, and ids of an added token or of one that is missing."""
     of_draft = {i: token for token, i in draft.items()}
     of_target = {i: token for token, i in target.items()}
-    ordinary, added = [], []
+    ordinary: list[_Difference] = []
+    added: list[_Difference] = []
     for i in sorted(of_draft.keys() | of_target.keys()):
         here, there = of_draft.get(i), of_target.get(i)
         if here == there:

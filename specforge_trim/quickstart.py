@@ -103,7 +103,7 @@ def train(config: Config, world: Any, flags: Sequence[str]) -> None:
     from specforge_trim import pipeline
 
     shown = shlex.join(["python", "train_eagle3.py", "--config", str(RECIPE), *flags])
-    indent = {"initial_indent": " " * 6, "subsequent_indent": " " * 8}
+    indent: dict[str, Any] = {"initial_indent": " " * 6, "subsequent_indent": " " * 8}
     lines = textwrap.wrap(shown, 78, break_long_words=False, break_on_hyphens=False, **indent)
     print(" \\\n".join(lines), flush=True)
     pipeline.train_draft(config, world)
@@ -114,7 +114,8 @@ def evaluate_once(config: Config, target: Any, world: Any) -> dict[str, Any]:
     from specforge_trim import results
 
     digest = hashlib.sha256(json.dumps(config.to_dict()["evaluate"]).encode())
-    for path in (config.output_dir / "export" / "model.safetensors", *config.evaluate.eval_data):
+    weights = config.output_dir / "export" / "model.safetensors"
+    for path in (str(weights), *config.evaluate.eval_data):
         digest.update(Path(path).read_bytes())
     report, key = (config.output_dir / name for name in ("evaluation.json", "evaluation.key"))
     if not (report.is_file() and key.is_file() and key.read_text() == digest.hexdigest()):

@@ -7,6 +7,7 @@ does that, in fp32): only its counts are kept.
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ class PromptDecoder:
         counts = torch.zeros(len(self._sets), 2, 2 + 2 * depth, dtype=torch.float64)
         for first in range(0, len(self._prompts), size):
             number = first + self._world.rank
-            decoded = self._world.together(lambda n=number: self._decode(own, n))
+            decoded = self._world.together(partial(self._decode, own, number))
             for mode, one in enumerate(decoded):
                 counts[self._prompts[number][0], mode] += _counted(one)
         self._world.sum(counts)

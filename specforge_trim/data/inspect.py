@@ -6,6 +6,7 @@ One job: PreparedData in, a text for the terminal out. Nothing is trained or wri
 import statistics
 import unicodedata
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ def inspect_terminal(
         raise ValueError(
             f"index {index}: expected 0 to {len(data) - 1}, the prepared conversations"
         )
-    settings = dict(ttt_length=ttt_length, alignment=alignment, chain=chain)
+    settings: dict[str, Any] = dict(ttt_length=ttt_length, alignment=alignment, chain=chain)
     stats = sampled_stats(
         data, dims=dims, max_density=max_density, max_documents=max_documents, **settings
     )

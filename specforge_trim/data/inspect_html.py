@@ -6,6 +6,7 @@ of a conversation is a radio button and CSS; there is no script and no request t
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
 
 from specforge_trim.data import charts
 from specforge_trim.data.inspect import memory_rows, percent, printable
@@ -50,7 +51,7 @@ def inspect_html(
     conversations: how many are shown token by token: the one at index first, then others evenly
     spaced over the data.
     """
-    settings = dict(ttt_length=ttt_length, alignment=alignment, chain=chain)
+    settings: dict[str, Any] = dict(ttt_length=ttt_length, alignment=alignment, chain=chain)
     stats = sampled_stats(
         data, dims=dims, max_density=max_density, max_documents=max_documents, **settings
     )

@@ -5,6 +5,7 @@ messages with role and content, everything else unchanged, or a RowError that na
 """
 
 import json
+from typing import TypeGuard
 
 from specforge_trim.data.rows import RowError, quote
 
@@ -128,5 +129,5 @@ def _calls_from_text(text: str, where: str) -> list[dict]:
     return [{"type": "function", "function": call} for call in calls]
 
 
-def _objects(value: object) -> bool:
+def _objects(value: object) -> TypeGuard[list[dict]]:
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)

@@ -74,7 +74,7 @@ class PreparedData:
 
         sampled: (count, seed), see sample().
         """
-        folder, paths = Path(folder), tuple(str(path) for path in paths)
+        folder, names = Path(folder), tuple(str(path) for path in paths)
         try:
             manifest = json.loads((folder / "manifest.json").read_text())
         except FileNotFoundError:
@@ -88,7 +88,7 @@ class PreparedData:
         index_shape = (documents, len(COLUMNS))
         data = cls(
             folder=folder,
-            paths=paths,
+            paths=names,
             fingerprint=manifest["fingerprint"],
             num_rows=manifest["num_rows"],
             skipped=Counter(manifest["skipped"]),

@@ -21,6 +21,7 @@ upper-cased, reasoning moved or dropped). Anything that leaves a doubt raises Ro
 import unicodedata
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from specforge_trim.data.markers import mark_assistant, strings
 from specforge_trim.data.probe import end_of_turn, probe, special_pattern
@@ -55,7 +56,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._rendered = Renderer(tokenizer)
         self._masks = masks or MaskOptions()
-        self._normal_form = _unicode_form(tokenizer)
+        self._normal_form: Any = _unicode_form(tokenizer)
         specials = frozenset(_special_texts(tokenizer))
         self._specials = special_pattern(specials)
         try:
@@ -77,7 +78,7 @@ class ChatTemplate:
         """
         found: dict[int, Rendered | RowError] = {}
         steps = [self._render(conversation) for conversation in conversations]
-        answers: dict[int, str | None] = dict.fromkeys(range(len(steps)))
+        answers: dict[int, Any] = dict.fromkeys(range(len(steps)))  # None starts a generator
         while answers:
             asked = {}
             for k, text in answers.items():
@@ -172,13 +173,14 @@ class ChatTemplate:
     def _tagged_spans(self, conversation: Conversation, text: str) -> Spans:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        rendered, indices = render_jinja_template(
+        made: Any = render_jinja_template(
             conversations=[list(conversation.messages)],
             tools=_tools(conversation.tools),
             chat_template=self._rendered.source(conversation.tools),
             return_assistant_tokens_mask=True,
             **self._tokenizer.special_tokens_map,
         )
+        rendered, indices = made
         if self._normalise(rendered[0]) != text:
             raise RowError("chat template renders differently each time")
         spans: list[tuple[int, int]] = []
@@ -223,7 +225,8 @@ class ChatTemplate:
         if not text.startswith(frames[0]) or not text.endswith(delimiters[-1]):
             raise RowError("chat template changes other text with the assistant's")
         first, stop = len(frames[0]), len(text) - len(delimiters[-1])
-        left, right = [], []
+        left: list[int] = []
+        right: list[int] = []
         place = first
         for delimiter in delimiters[:-1]:
             place = text.find(delimiter, place, stop)
@@ -332,7 +335,7 @@ class ChatTemplate:
         return tuple(spans)
 
 
-def _tools(tools: tuple[dict, ...] | None) -> list[dict] | None:
+def _tools(tools: tuple[dict, ...] | None) -> Any:
     return list(tools) if tools else None
 
 

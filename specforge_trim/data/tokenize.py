@@ -57,9 +57,9 @@ class ChatTokenizer:
     def documents(self, rows: Sequence[Row]) -> list[Document | RowError]:
         """Tokenise many rows: for each its document, or why it is refused."""
         found: list = [None] * len(rows)
-        chats = [i for i, row in enumerate(rows) if isinstance(row, Conversation)]
-        for i, made in zip(chats, self._rendered([rows[i] for i in chats]), strict=True):
-            found[i] = made
+        chats = {i: row for i, row in enumerate(rows) if isinstance(row, Conversation)}
+        for i, rendered in zip(chats, self._rendered(list(chats.values())), strict=True):
+            found[i] = rendered
         for i, row in enumerate(rows):
             try:
                 if isinstance(row, TokenRow):

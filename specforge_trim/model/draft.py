@@ -156,7 +156,7 @@ class Eagle3Draft(nn.Module):
     def stack(self) -> tuple[DraftLayer, ...]:
         """The decoder layers in order."""
         deeper = self.layers.values() if self.config.num_hidden_layers > 1 else ()
-        return (self.midlayer, *deeper)  # type: ignore[arg-type]
+        return (self.midlayer, *deeper)
 
     # --- vocabulary and target rows -------------------------------------------------------
 

@@ -21,8 +21,10 @@ from torch import Tensor
 class SupervisedDocument(Protocol):
     """What is read of a document: token ids [L] and the loss mask [L] over the same positions."""
 
-    input_ids: Tensor
-    loss_mask: Tensor
+    @property
+    def input_ids(self) -> Tensor: ...
+    @property
+    def loss_mask(self) -> Tensor: ...
 
 
 def check_vocab_sizes(*, vocab_size: int, draft_vocab_size: int) -> None:

@@ -86,7 +86,8 @@ def linear_loss(
     loss, sums, right = _LinearLoss.apply(
         hidden_nD, weight, table, index_n, scale, objective, row_weight, weight_grad
     )
-    return loss, LossMetrics(*sums.unbind(), right)
+    summed, correct, accept, accept_in_vocab, in_vocab = sums.unbind()
+    return loss, LossMetrics(summed, correct, accept, accept_in_vocab, in_vocab, right)
 
 
 @dataclass(frozen=True)

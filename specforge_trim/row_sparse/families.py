@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+HubModel = Any  # a model of transformers: what it is made of is known at run time only
+
 
 @dataclass(frozen=True)
 class Family:
@@ -40,7 +42,7 @@ def check_model_type(model_type: str) -> None:
         )
 
 
-def family_of(model: nn.Module) -> Family:
+def family_of(model: HubModel) -> Family:
     name = type(model).__name__
     family = FAMILIES.get(name)
     is_hub_class = type(model).__module__.startswith("transformers.models.")
@@ -60,7 +62,7 @@ def family_of(model: nn.Module) -> Family:
     return family
 
 
-def shortest_window(model: nn.Module) -> int | None:
+def shortest_window(model: HubModel) -> int | None:
     """The shortest sliding window of a model's layers."""
     found = [getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers]
     if type(model).__name__ == "MistralForCausalLM":  # all layers, named in the config only
@@ -68,7 +70,7 @@ def shortest_window(model: nn.Module) -> int | None:
     return min((w for w in found if w is not None), default=None)
 
 
-def check_window(model: nn.Module, longest: int) -> None:
+def check_window(model: HubModel, longest: int) -> None:
     """Raises ValueError where a document of `longest` tokens exceeds a layer's sliding window."""
     window = shortest_window(model)
     if window is not None and longest > window:

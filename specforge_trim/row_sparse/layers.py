@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from specforge_trim.row_sparse.families import (
     Family,
+    HubModel,
     check_blocks,
     check_window,
     dense_linears,
@@ -72,7 +73,7 @@ class RowSparseSettings:
             )
 
 
-def enable_row_sparse(model: nn.Module, settings: RowSparseSettings) -> None:
+def enable_row_sparse(model: HubModel, settings: RowSparseSettings) -> None:
     """Make a Hugging Face model run packed streams, in place; `hidden_states` then runs it.
 
     Call it before FSDP2's `fully_shard`, in any order with activation checkpointing and with
@@ -100,7 +101,7 @@ def enable_row_sparse(model: nn.Module, settings: RowSparseSettings) -> None:
         layer.__class__ = _sparse_class(type(layer), family)
 
 
-def _check_layers(model: Any, family: Family) -> None:
+def _check_layers(model: HubModel, family: Family) -> None:
     """Refuses blocks that would be passed by; warns, once, of linears whose backward is dense."""
     for layer in model.model.layers:
         check_blocks(layer, family)
@@ -114,20 +115,20 @@ def _check_layers(model: Any, family: Family) -> None:
     setattr(model, _WARNED, dense)
 
 
-def disable_row_sparse(model: nn.Module) -> None:
+def disable_row_sparse(model: HubModel) -> None:
     """Give a model its own layers and attention back."""
     _restore_layers(model)
     _set_attention(model, "sdpa")
 
 
-def _restore_layers(model: nn.Module) -> None:
+def _restore_layers(model: HubModel) -> None:
     for layer in model.model.layers:
         if isinstance(layer, _Sparse):
             layer.__class__ = layer.dense_class
 
 
 def hidden_states(
-    model: nn.Module,
+    model: HubModel,
     input_ids: Tensor,
     position_ids: Tensor,
     plan: RowPlan,
@@ -159,7 +160,7 @@ def hidden_states(
 # ---------------------------------------------------------------------- attention
 
 
-def _set_attention(model: nn.Module, name: str) -> None:
+def _set_attention(model: HubModel, name: str) -> None:
     """Every layer reads its own config, which need not be the model's (one that lost layers)."""
     model.set_attn_implementation(name)
     for layer in model.model.layers:
@@ -210,10 +211,10 @@ class _Sparse:
     dense_class: type
 
 
-_CLASSES: dict[type, type] = {}
+_CLASSES: dict[Any, type] = {}
 
 
-def _sparse_class(base: type, family: Family) -> type:
+def _sparse_class(base: Any, family: Family) -> type:
     """A layer class with the row-sparse forward; transformers adds checkpointing to it."""
     if issubclass(base, _Sparse):
         return base

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from specforge_trim.data.conversation import Conversation
 
@@ -100,7 +100,7 @@ class Pending:
 def finished_row(item: Pending, dropped: str | None = None) -> dict:
     """The item's output row; it is done."""
     item.done = True
-    row = {"id": item.id, "messages": item.written}
+    row: dict[str, Any] = {"id": item.id, "messages": item.written}
     if item.tools:
         row["tools"] = item.tools
     return row if dropped is None else {**row, "dropped": dropped}

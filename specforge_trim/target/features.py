@@ -26,10 +26,18 @@ PROBE_TOKENS = 16
 class HasIdsAndMask(Protocol):
     """A tokenised document (`data/tokenize.py`)."""
 
-    input_ids: Tensor  # int64 [L]
-    loss_mask: Tensor  # bool [L]
-    source: str
-    doc_id: str
+    @property
+    def input_ids(self) -> Tensor:
+        """int64 [L]"""
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """bool [L]"""
+
+    @property
+    def source(self) -> str: ...
+    @property
+    def doc_id(self) -> str: ...
 
 
 def store_spec(

@@ -83,17 +83,18 @@ def load_embedding_and_head(path: str | Path) -> TargetHead:
         )
     if head_key is not None and head_key.removesuffix("weight") + "bias" in files:
         raise ValueError(f"the head of {path} has a bias, which EAGLE-3 drafts cannot express")
-    head = embed if tied else _read(files, head_key)
+    head = embed if tied or head_key is None else _read(files, head_key)
     return TargetHead(embed, head, tied, logit_post(text), *shape)
 
 
 def logit_post(text_config: object) -> LogitPost | None:
     """The post-operation that the config of a target asks for, or None."""
+    cap = getattr(text_config, "final_logit_softcapping", None)
     post = LogitPost(
-        multiplier=_number(text_config, "logit_scale", 1.0)
-        * _number(text_config, "lm_head_multiplier", 1.0),
-        divisor=_number(text_config, "logits_scaling", 1.0),
-        cap=_number(text_config, "final_logit_softcapping", None),
+        multiplier=_number(text_config, "logit_scale")
+        * _number(text_config, "lm_head_multiplier"),
+        divisor=_number(text_config, "logits_scaling"),
+        cap=None if cap is None else float(cap),
     )
     return None if post == LogitPost() else post
 
@@ -104,7 +105,9 @@ def model_folder(path: str | Path) -> Path:
         return Path(path)
     from transformers.utils import cached_file
 
-    return Path(cached_file(str(path), "config.json")).parent
+    config = cached_file(str(path), "config.json")
+    assert config is not None, path  # it raises where there is none
+    return Path(config).parent
 
 
 class TensorFiles(Mapping[str, Path]):
@@ -199,9 +202,9 @@ def _read(files: TensorFiles, key: str) -> Tensor:
         return file.get_tensor(key)
 
 
-def _number(config: object, key: str, default: float | None) -> float | None:
+def _number(config: object, key: str) -> float:
     value = getattr(config, key, None)
-    return default if value is None else float(value)
+    return 1.0 if value is None else float(value)
 
 
 def _some(files: TensorFiles, limit: int = 20) -> str:

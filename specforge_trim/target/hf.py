@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class HFTarget:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: Any,
         *,
         aux_layers: Sequence[int] | None = None,
         name: str = "",
@@ -102,7 +103,7 @@ class HFTarget:
                 f"target {path}: transformers has no tensor-parallel plan for model type "
                 f"{text.model_type!r}; use --target-device-map auto"
             )
-        load = AutoModelForCausalLM.from_pretrained
+        load: Any = AutoModelForCausalLM.from_pretrained
         if device_map is not None:
             model = load(path, dtype=dtype, device_map=device_map)
         elif tensor_parallel:
@@ -129,7 +130,7 @@ class HFTarget:
     def features(self, input_ids: Tensor) -> TargetFeatures:
         """Run the decoder over one document of token ids int64 [L], L >= 1."""
         width = self.hidden_size
-        captured = {}
+        captured: dict[int, Tensor] = {}
         handles = [
             self.decoder.layers[k - 1].register_forward_hook(_keep(captured, k))
             for k in self.aux_layers

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -72,8 +73,8 @@ class LocalAnswers:
 class _Writer:
     """The target as a writer of answers."""
 
-    model: torch.nn.Module
-    tokenizer: object
+    model: Any
+    tokenizer: Any
     context_length: int
     end_ids: tuple[int, ...]
     max_new_tokens: int
@@ -86,7 +87,8 @@ class _Writer:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(target_path)
-        model = AutoModelForCausalLM.from_pretrained(target_path, dtype=dtype).to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(target_path, dtype=dtype)
+        model.to(device).eval()
         text_config = model.config.get_text_config()
         ends = model.generation_config.eos_token_id
         ends = tokenizer.eos_token_id if ends is None else ends

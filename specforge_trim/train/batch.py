@@ -35,10 +35,14 @@ from specforge_trim.plan.shard import (
 class TokenDocument(Protocol):
     """What is read of a prepared document."""
 
-    input_ids: Tensor
-    loss_mask: Tensor
-    doc_id: str
-    source: str
+    @property
+    def input_ids(self) -> Tensor: ...
+    @property
+    def loss_mask(self) -> Tensor: ...
+    @property
+    def doc_id(self) -> str: ...
+    @property
+    def source(self) -> str: ...
 
 
 class StoredFeatures(Protocol):

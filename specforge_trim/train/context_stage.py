@@ -183,7 +183,9 @@ class ContextStage:
 
     def _aux(self, chunk: ContextChunk) -> Tensor:
         """Aux states [n, A*Dt] of a chunk's tokens."""
-        parts = [self.batch.aux(a, b) for _, a, b in chunk.pieces]
+        read = self.batch.aux
+        assert read is not None, "a batch without features"
+        parts = [read(a, b) for _, a, b in chunk.pieces]
         aux = parts[0] if len(parts) == 1 else torch.cat(parts)
         return aux.to(self.device, self.dtype, non_blocking=True)
 

@@ -11,9 +11,9 @@ one without a micro-batch. The sums are over all ranks, data and sequence parall
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,7 @@ def make_reducer(model: Eagle3Draft, world: World, *, fsdp: bool) -> Reducer:
     return FullySharded(model, world) if fsdp else Replicated(model, world)
 
 
-def row_only_parameters(model: Eagle3Draft) -> list[nn.Parameter]:
+def row_only_parameters(model: Eagle3Draft) -> list[Tensor]:
     """Trainable weights that only the row stage reads: their gradients are complete first."""
     last = model.stack[-1]
     attention = last.self_attn
@@ -98,7 +98,7 @@ class Replicated:
 class _Bucket:
     """Some gradients in one all_reduce, in fp32 or wider."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
         self._flat: Tensor | None = None
         self._work: dist.Work | None = None
@@ -126,7 +126,7 @@ class _Bucket:
 class _Tied(nn.Module):
     """The draft inside a module whose forward is a zero that hangs on every trainable weight."""
 
-    def __init__(self, draft: Eagle3Draft) -> None:
+    def __init__(self, draft: nn.Module) -> None:
         super().__init__()
         self.draft = draft
 
@@ -144,13 +144,13 @@ class FullySharded:
     their chunks were.
     """
 
-    def __init__(self, model: Eagle3Draft, world: World) -> None:
+    def __init__(self, model: nn.Module, world: World) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(world.device.type, (world.size,))
         self._model = model
-        self._root = fully_shard(_Tied(model), mesh=mesh, reshard_after_forward=False)
+        self._root: Any = fully_shard(_Tied(model), mesh=mesh, reshard_after_forward=False)
         self._root.set_gradient_divide_factor(1.0)  # a sum over ranks, not their mean
         # Without this a factor becomes an operation of NCCL's own, which gloo refuses.
         self._root.set_force_sum_reduction_for_comms(True)

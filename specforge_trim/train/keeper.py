@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from specforge_trim.config import Config
+from specforge_trim.config_training import RunConfig
 from specforge_trim.data.made_from import changes as data_changes
 from specforge_trim.distributed import World
-from specforge_trim.model.draft import Eagle3Draft
 from specforge_trim.train import checkpoint as checkpoints
 from specforge_trim.train.batch import PlanSettings
+from specforge_trim.train.lm_batch import LmPlan
 from specforge_trim.train.sampler import Schedule
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class About:
 
     identity: Mapping[str, Any]
     provenance: Mapping[str, Any]
-    plan: PlanSettings
+    plan: PlanSettings | LmPlan
 
 
 class Keeper:
@@ -49,8 +50,8 @@ class Keeper:
 
     def __init__(
         self,
-        config: Config,
-        model: Eagle3Draft,
+        config: RunConfig,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         world: World,
         schedule: Schedule,

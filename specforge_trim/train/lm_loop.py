@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from specforge_trim.config_training import RunConfig
 from specforge_trim.distributed import World, sum_gradients
 from specforge_trim.train.gradients import FullySharded
 from specforge_trim.train.guards import refuse_too_many
@@ -70,12 +71,12 @@ class LmSummary:
 class HeldOut:
     """Conversations that are not trained on; every: steps between measurements, 0 = at the end."""
 
-    documents: Sequence[Any]
+    documents: TokenDocuments
     every: int
 
 
 def train_lm(
-    config: Any,
+    config: RunConfig,
     *,
     model: nn.Module,
     settings: LmStepSettings,
@@ -91,15 +92,15 @@ def train_lm(
     """Trains `model` in place; resumes from config.output_dir where a checkpoint lies there.
 
     Args:
-        config: an LmConfig. model: set up by enable_row_sparse, the same weights on every rank.
+        model: set up by enable_row_sparse, the same weights on every rank.
         targets: for distillation, and for the acceptance on held-out conversations.
         identity, provenance: see train.loop.
     Raises ValueError for another run's checkpoint, and for too many gradients that are not finite.
     """
     split = config.parallel.fsdp
-    reducer: _Reducer = FullySharded(model, world) if split else _Replicated(model, world)  # type: ignore[arg-type]
+    reducer: _Reducer = FullySharded(model, world) if split else _Replicated(model, world)
     optimizer = build_optimizer(model, weight_decay=config.train.weight_decay)
-    about = About(identity, provenance, plan)  # type: ignore[arg-type]
+    about = About(identity, provenance, plan)
     run = _Run(
         config,
         model=model,
@@ -108,7 +109,7 @@ def train_lm(
         loader=LmLoader(documents, schedule, plan, world.rank, config.data.num_workers),
         reducer=reducer,
         optimizer=optimizer,
-        keep=Keeper(config, model, optimizer, world, schedule, about),  # type: ignore[arg-type]
+        keep=Keeper(config, model, optimizer, world, schedule, about),
         held_out=held_out,
         world=world,
     )
@@ -119,7 +120,7 @@ def train_lm(
 class _Run:
     """A run's parts, and the loop over its steps."""
 
-    config: Any
+    config: RunConfig
     model: nn.Module
     settings: LmStepSettings
     targets: SoftTargets | None
@@ -298,7 +299,7 @@ def _per_row(
 
 def measure(
     model: nn.Module,
-    documents: Sequence[Any],
+    documents: TokenDocuments,
     settings: LmStepSettings,
     targets: SoftTargets | None,
     world: World,

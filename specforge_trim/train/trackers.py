@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from specforge_trim.config import Config
+from specforge_trim.config_training import RunConfig
 from specforge_trim.distributed import World
 
 
@@ -44,7 +44,7 @@ class Trackers:
             tracker.close()
 
 
-def open_trackers(config: Config, *, done: int, world: World) -> Trackers:
+def open_trackers(config: RunConfig, *, done: int, world: World) -> Trackers:
     """metrics.jsonl and the trackers that the settings name, after `done` steps; on rank 0.
 
     Every rank calls this. Raises OSError for a file or a service that cannot be opened.
@@ -52,7 +52,7 @@ def open_trackers(config: Config, *, done: int, world: World) -> Trackers:
     return world.together(lambda: _opened(config, done) if world.is_main else Trackers(()))
 
 
-def _opened(config: Config, done: int) -> Trackers:
+def _opened(config: RunConfig, done: int) -> Trackers:
     lines = JsonLines(config.output_dir / "metrics.jsonl", resume_step=done)
     found: list[Tracker] = [lines]
     if "tensorboard" in config.track.trackers:
@@ -142,7 +142,7 @@ class WeightsAndBiases:
     left out, and they would be the same.
     """
 
-    def __init__(self, config: Config, *, done: int, reported: int) -> None:
+    def __init__(self, config: RunConfig, *, done: int, reported: int) -> None:
         import wandb
 
         file = config.output_dir / "wandb_run"
@@ -204,7 +204,7 @@ class Progress:
 
 def acceptance_keys(row: Mapping[str, Any]) -> list[str]:
     """acceptance/0, acceptance/1, ... as far as a row has them."""
-    keys = []
+    keys: list[str] = []
     while f"acceptance/{len(keys)}" in row:
         keys.append(f"acceptance/{len(keys)}")
     return keys

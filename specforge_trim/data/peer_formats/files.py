@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -95,7 +96,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """A torch.save file of a dict of tensors, mapped where it is not compressed."""
     if path.name.endswith(".gz"):
         with gzip.open(path) as file:
-            found = torch.load(file, weights_only=True, map_location="cpu")
+            found = torch.load(cast(IO[bytes], file), weights_only=True, map_location="cpu")
     else:
         mapped = zipfile.is_zipfile(path)
         found = torch.load(path, weights_only=True, map_location="cpu", mmap=mapped)
