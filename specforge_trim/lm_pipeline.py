@@ -46,7 +46,7 @@ from specforge_trim.train.lm_batch import LmPlan
 from specforge_trim.train.lm_loop import HeldOut, LmSummary, train_lm
 from specforge_trim.train.lm_step import LmStepSettings, SoftTargets
 from specforge_trim.train.run_lock import only_run
-from specforge_trim.train.sampler import Schedule
+from specforge_trim.train.settings import make_schedule
 
 logger = logging.getLogger(__name__)
 
@@ -187,16 +187,9 @@ def train_lm_draft(config: LmConfig, world: World) -> LmSummary:
         _check_lengths(models, longest)
         model, targets = world.together(lambda: build_lm(config, models, world))
         world.together(lambda: check_window(model, longest))
-        schedule = Schedule(
-            lengths=tuple(int(n) for n in data.lengths),
-            weights=document_weights(data_sources(config), data.file_numbers),
-            tokens_per_batch=config.data.tokens_per_batch,
-            seed=config.train.seed,
-            epochs=config.train.epochs,
-            world_size=world.size,
-            accumulate=config.train.accumulate,
-            max_steps=config.train.max_steps,
-        )
+        weights = document_weights(data_sources(config), data.file_numbers)
+        lengths = [int(n) for n in data.lengths]
+        schedule = make_schedule(config, lengths, weights, ranks=world.size)
         summary = train_lm(
             config,
             model=model,

@@ -110,6 +110,21 @@ def fail():
     raise OSError("disk")
 
 
+def save(world, folder, step, model, optimizer):
+    ck.save(
+        folder,
+        step=step,
+        model=model,
+        optimizer=optimizer,
+        world=world,
+        identity={},
+        provenance={},
+        progress={"skipped_steps": 0},
+        plan={},
+        keep=5,
+    )
+
+
 def check_checkpoint(world, folder):
     model = small_model()
     optimizer = build_optimizer(model, weight_decay=0.0)
@@ -118,18 +133,7 @@ def check_checkpoint(world, folder):
     optimizer.param_groups[0]["lr"] = 0.1
     optimizer.step()
     torch.manual_seed(100 + world.rank)
-    ck.save(
-        folder,
-        step=1,
-        model=model,
-        optimizer=optimizer,
-        world=world,
-        identity={},
-        provenance={},
-        progress={"skipped_steps": 0},
-        plan={},
-        keep=1,
-    )
+    save(world, folder, 1, model, optimizer)
     drawn = torch.rand(2)
     other = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False))
     optimizer = build_optimizer(other, weight_decay=0.0)
@@ -142,18 +146,7 @@ def check_checkpoint(world, folder):
 def check_damage(world, folder, model, optimizer):
     """Only one rank reads the damaged file; both fall back to the same checkpoint."""
     for step in (2, 3):
-        ck.save(
-            folder,
-            step=step,
-            model=model,
-            optimizer=optimizer,
-            world=world,
-            identity={},
-            provenance={},
-            progress={"skipped_steps": 0},
-            plan={},
-            keep=5,
-        )
+        save(world, folder, step, model, optimizer)
     for n, name in enumerate((".metadata", "__0_0.distcp", "__1_0.distcp")):
         file = folder / "step-00000003" / name
         assert sorted(p.name for p in file.parent.iterdir()).index(name) % 2 == n % 2

@@ -29,10 +29,10 @@ from specforge_trim.train.memory import PeakMemory
 from specforge_trim.train.optimizer import (
     build_optimizer,
     clip_gradients,
-    learning_rate,
     set_learning_rate,
 )
 from specforge_trim.train.sampler import Schedule
+from specforge_trim.train.settings import rate_of
 from specforge_trim.train.stages import ensure_gradients
 from specforge_trim.train.stopping import counted_steps, stopped_by
 from specforge_trim.train.trackers import JsonLines, Progress, open_trackers
@@ -192,15 +192,7 @@ class _Run:
         return results
 
     def _rate(self, step: int) -> float:
-        options = self.config.train
-        return learning_rate(
-            step - 1,
-            total_steps=self.loader.schedule.total_steps,
-            peak=options.learning_rate,
-            warmup_ratio=options.warmup_ratio,
-            min_ratio=options.min_lr_ratio,
-            schedule=options.lr_schedule,
-        )
+        return rate_of(self.config.train, step, total_steps=self.loader.schedule.total_steps)
 
     def _update(self, step: int, batches: Sequence[LmBatch]) -> float | None:
         """One step on the gradients' sum; their norm before clipping.

@@ -41,12 +41,17 @@ from specforge_trim.train.metrics import StepCounts, Throughput, count_step, met
 from specforge_trim.train.optimizer import (
     build_optimizer,
     clip_gradients,
-    learning_rate,
     set_learning_rate,
 )
 from specforge_trim.train.profiling import profiled
 from specforge_trim.train.sampler import Schedule
-from specforge_trim.train.settings import plan_settings, sequence_layout, step_settings
+from specforge_trim.train.settings import (
+    make_schedule,
+    plan_settings,
+    rate_of,
+    sequence_layout,
+    step_settings,
+)
 from specforge_trim.train.stages import StepResult, ttt_step
 from specforge_trim.train.stopping import counted_steps, stopped_by
 from specforge_trim.train.trackers import Progress, open_trackers
@@ -93,7 +98,7 @@ def train(
     OSError (a full disk, a dead loader process), PeerLost, or, after SIGTERM or SIGINT, Stopped.
     """
     layout = sequence_layout(config, world)
-    schedule = _schedule(config, lengths, weights, layout)
+    schedule = make_schedule(config, lengths, weights, ranks=layout.data_size)
     gradients = _Gradients(config, model, teacher, layout, world)
     optimizer = build_optimizer(model, weight_decay=config.train.weight_decay)
     about = About(identity, provenance, plan_settings(config, model, layout))
@@ -192,15 +197,7 @@ class _Run:
         return counts
 
     def _rate(self, step: int) -> float:
-        options = self.config.train
-        return learning_rate(
-            step - 1,
-            total_steps=self.schedule.total_steps,
-            peak=options.learning_rate,
-            warmup_ratio=options.warmup_ratio,
-            min_ratio=options.min_lr_ratio,
-            schedule=options.lr_schedule,
-        )
+        return rate_of(self.config.train, step, total_steps=self.schedule.total_steps)
 
     def _update(self, step: int) -> None:
         """One step of the optimizer on the gradients' clipped sum."""
@@ -235,21 +232,6 @@ class _Run:
 
 def _divides(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _schedule(
-    config: Config, lengths: Sequence[int], weights: Sequence[float] | None, layout: Layout
-) -> Schedule:
-    return Schedule(
-        lengths=tuple(lengths),
-        weights=None if weights is None else tuple(weights),
-        tokens_per_batch=config.data.tokens_per_batch,
-        seed=config.train.seed,
-        epochs=config.train.epochs,
-        world_size=layout.data_size,
-        accumulate=config.train.accumulate,
-        max_steps=config.train.max_steps,
-    )
 
 
 def _loader(

@@ -1,10 +1,13 @@
-"""What a configuration means for the ranks' groups, the planning of batches, and a step."""
+"""What a configuration means for a run's steps, the ranks' groups, batches, and a step."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from specforge_trim.config import Config, sequence_degrees
+from specforge_trim.config_training import RunConfig, TrainConfig
 from specforge_trim.distributed import World
 from specforge_trim.loss_terms import parse_objective
 from specforge_trim.model.draft import Eagle3Draft
@@ -12,7 +15,40 @@ from specforge_trim.parallel.layout import Layout, make_layout
 from specforge_trim.plan.memory import DEFAULT_ROW_MEMORY_MB, chunk_rows_for
 from specforge_trim.plan.shard import SequenceSplit
 from specforge_trim.train.batch import PlanSettings
+from specforge_trim.train.optimizer import learning_rate
+from specforge_trim.train.sampler import Schedule
 from specforge_trim.train.stages import StepSettings
+
+
+def make_schedule(
+    config: RunConfig, lengths: Sequence[int], weights: Sequence[float] | None, *, ranks: int
+) -> Schedule:
+    """Which documents of these lengths and turns per epoch each step of a run trains on.
+
+    ranks: how many, or how many groups of them, train on different documents.
+    """
+    return Schedule(
+        lengths=tuple(lengths),
+        weights=None if weights is None else tuple(weights),
+        tokens_per_batch=config.data.tokens_per_batch,
+        seed=config.train.seed,
+        epochs=config.train.epochs,
+        world_size=ranks,
+        accumulate=config.train.accumulate,
+        max_steps=config.train.max_steps,
+    )
+
+
+def rate_of(options: TrainConfig, step: int, *, total_steps: int) -> float:
+    """The learning rate of optimizer step `step`, counted from 1."""
+    return learning_rate(
+        step - 1,
+        total_steps=total_steps,
+        peak=options.learning_rate,
+        warmup_ratio=options.warmup_ratio,
+        min_ratio=options.min_lr_ratio,
+        schedule=options.lr_schedule,
+    )
 
 
 def sequence_layout(config: Config, world: World) -> Layout:
