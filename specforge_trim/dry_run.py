@@ -16,6 +16,7 @@ import torch
 
 from specforge_trim.config import Config
 from specforge_trim.config_checks import check_draft, sequence_degrees
+from specforge_trim.data.inspect_stats import Training, document_stats
 from specforge_trim.draft_commands import read_target_config
 from specforge_trim.draft_setup import draft_config, shares_head, sized_draft
 from specforge_trim.model.draft import Eagle3Draft
@@ -236,6 +237,17 @@ def _parameter_table(size: DraftSize) -> list[str]:
     return table(("parameters", "millions"), cells)
 
 
+def training_of(config: Config, draft: DraftConfig) -> Training:
+    """What of a run decides which rows of a document it runs."""
+    return Training(
+        ttt_length=config.loss.ttt_length,
+        alignment=config.loss.loss_alignment,
+        chain=config.loss.chain,
+        dims=draft.dims,
+        max_density=config.max_density,
+    )
+
+
 def _data_lines(config: Config, draft: DraftConfig, world_size: int) -> list[str]:
     """Steps and kept work of prepared data; else what would tell them."""
     data = _prepared(config)
@@ -246,20 +258,10 @@ def _data_lines(config: Config, draft: DraftConfig, world_size: int) -> list[str
     if data is None:
         lines.append("kept work, steps: unknown until `specforge-trim prepare` has run")
         return lines
-    from specforge_trim.data.inspect_stats import document_stats
-
     tokens = int(sum(int(n) for n in data.lengths))
     step = max(1, len(data) // 200)
     stats = [
-        document_stats(
-            data[i],
-            ttt_length=config.loss.ttt_length,
-            alignment=config.loss.loss_alignment,
-            chain=config.loss.chain,
-            dims=draft.dims,
-            max_density=config.max_density,
-        )
-        for i in range(0, len(data), step)
+        document_stats(data[i], training_of(config, draft)) for i in range(0, len(data), step)
     ]
     costs = [item.cost for item in stats if item.cost is not None]
     lines.append(f"data: {len(data):,} conversations, {tokens:,} tokens")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from specforge_trim.data.atomic import replaced
 from specforge_trim.data.dataset import PreparedData
 from specforge_trim.data.inspect import inspect_terminal
 from specforge_trim.data.inspect_html import inspect_html
-from specforge_trim.dry_run import training_memory
+from specforge_trim.dry_run import training_memory, training_of
 from specforge_trim.feature_sources import Target
 
 _PAGE_STARTS = b"<!DOCTYPE html>"
@@ -40,7 +39,8 @@ def terminal(
     return inspect_terminal(
         data,
         target.tokenizer(),
-        **_settings(config, target, data),
+        training_of(config, target.draft),
+        memory=_memory(config, target, data),
         index=arguments.index,
         color=arguments.color,
         paint=arguments.paint,
@@ -54,7 +54,8 @@ def write_page(
     page = inspect_html(
         data,
         target.tokenizer(),
-        **_settings(config, target, data),
+        training_of(config, target.draft),
+        memory=_memory(config, target, data),
         index=arguments.index,
         conversations=arguments.conversations,
     )
@@ -63,17 +64,6 @@ def write_page(
     with replaced(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
     return path
-
-
-def _settings(config: Config, target: Target, data: PreparedData) -> dict[str, Any]:
-    return {
-        "ttt_length": config.loss.ttt_length,
-        "alignment": config.loss.loss_alignment,
-        "chain": config.loss.chain,
-        "dims": target.draft.dims,
-        "max_density": config.max_density,
-        "memory": _memory(config, target, data),
-    }
 
 
 def _memory(config: Config, target: Target, data: PreparedData) -> dict[str, int]:

@@ -4,6 +4,7 @@ prompts that bury the answer, data that steers the terminal.
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,14 +12,14 @@ from chat_templates import assistant, chat_tokenizer, user
 
 from specforge_trim.data.dataset import prepare
 from specforge_trim.data.inspect import inspect_terminal, show_sample
-from specforge_trim.data.inspect_stats import document_stats
+from specforge_trim.data.inspect_stats import Training, document_stats
 from specforge_trim.data.tokenize import Document
 from specforge_trim.plan.cost import DraftDims
 
 DIMS = DraftDims(
     hidden=32, heads=4, kv_heads=2, head_dim=8, intermediate=64, draft_vocab=64, aux_width=96
 )
-SETTINGS = dict(ttt_length=3, alignment="served", chain="shift", dims=DIMS, max_density=0.35)
+TRAINING = Training(ttt_length=3, alignment="served", chain="shift", dims=DIMS, max_density=0.35)
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def prepared(tmp_path):
 
 def test_marks_and_elision(prepared):
     data, tokenizer = prepared
-    text = inspect_terminal(data, tokenizer, color=False, **SETTINGS)
+    text = inspect_terminal(data, tokenizer, TRAINING, color=False)
     assert "[[the answer is here<|im_end|>]]" in text
     assert text.count("[[") == 2  # the legend and the answer
     prompt_tokens = int((~data[0].loss_mask).sum()) - 1  # less the newline at the end
@@ -50,21 +51,21 @@ def test_marks_and_elision(prepared):
 
 def test_colours_mark_the_same_text(prepared):
     data, tokenizer = prepared
-    text = inspect_terminal(data, tokenizer, color=True, index=-1, **SETTINGS)
+    text = inspect_terminal(data, tokenizer, TRAINING, color=True, index=-1)
     green = "".join(re.findall(r"\x1b\[1;32m(.*?)\x1b\[0m", text))
     assert green == "green" + "yes " * 30 + "<|im_end|>"
 
 
 def test_data_cannot_steer_the_terminal(prepared):
     data, tokenizer = prepared
-    text = inspect_terminal(data, tokenizer, color=False, index=1, **SETTINGS)
+    text = inspect_terminal(data, tokenizer, TRAINING, color=False, index=1)
     assert "\x1b" not in text and "\u202e" not in text
     assert "q\\x1b[31m evil\\u202e" in text
 
 
 def test_sections_and_skip_reasons(prepared):
     data, tokenizer = prepared
-    text = inspect_terminal(data, tokenizer, color=False, **SETTINGS)
+    text = inspect_terminal(data, tokenizer, TRAINING, color=False)
     for title in ("DATA", "CONVERSATION 0", "ROWS OF", "LENGTH AND DENSITY", "PREDICTED WORK"):
         assert title in text
     assert "1 x line is not valid JSON   first: " in text and "data.jsonl:4" in text
@@ -77,22 +78,22 @@ def test_rows_per_step_of_a_known_mask(tmp_path):
     """
     mask = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 0, 0], dtype=torch.bool)
     document = Document(torch.arange(10), mask, "f:1", "")
-    stats = document_stats(document, **SETTINGS)
+    stats = document_stats(document, TRAINING)
     assert stats.tokens == 10 and stats.supervised == pytest.approx(0.3)
     assert stats.density == pytest.approx(0.25) and not stats.refused
     assert 0 < stats.cost.fraction < 1
-    refused = document_stats(document, **(SETTINGS | {"max_density": 0.24}))
+    refused = document_stats(document, replace(TRAINING, max_density=0.24))
     assert refused.refused and refused.cost.fraction == 1 and refused.density == stats.density
 
 
 def test_a_document_without_a_row_costs_nothing():
     document = Document(torch.arange(4), torch.tensor([False, False, False, True]), "f:1", "")
-    assert document_stats(document, **SETTINGS).cost is None
+    assert document_stats(document, TRAINING).cost is None
 
 
 def test_median_per_bucket(prepared):
     data, tokenizer = prepared
-    text = inspect_terminal(data, tokenizer, color=False, **SETTINGS)
+    text = inspect_terminal(data, tokenizer, TRAINING, color=False)
     shares = sorted(float(data[i].loss_mask.float().mean()) for i in (1, 2))
     assert all(len(data[i].input_ids) < 256 for i in (1, 2))
     (line,) = [line for line in text.splitlines() if line.strip().startswith("0 - 255 ")]
@@ -101,14 +102,14 @@ def test_median_per_bucket(prepared):
 
 def test_sampling_is_said(prepared):
     data, tokenizer = prepared
-    text = inspect_terminal(data, tokenizer, color=False, max_documents=2, **SETTINGS)
+    text = inspect_terminal(data, tokenizer, TRAINING, color=False, max_documents=2)
     assert "from 2 of 3 conversations" in text
 
 
 @pytest.mark.parametrize("index", [3, -4])
 def test_an_index_that_does_not_exist(prepared, index):
     with pytest.raises(ValueError, match=f"index {index}: expected 0 to 2"):
-        inspect_terminal(*prepared, index=index, **SETTINGS)
+        inspect_terminal(*prepared, TRAINING, index=index)
 
 
 def test_a_sample_is_one_line_around_the_first_answer(prepared):

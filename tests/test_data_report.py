@@ -16,14 +16,14 @@ from chat_templates import assistant, chat_tokenizer, user
 from specforge_trim.data.dataset import prepare
 from specforge_trim.data.inspect import inspect_terminal
 from specforge_trim.data.inspect_html import inspect_html
-from specforge_trim.data.inspect_stats import last_steps
+from specforge_trim.data.inspect_stats import Training, last_steps
 from specforge_trim.plan.cost import DraftDims
 from specforge_trim.plan.pack import build_trim_pack
 
 DIMS = DraftDims(
     hidden=32, heads=4, kv_heads=2, head_dim=8, intermediate=64, draft_vocab=64, aux_width=96
 )
-SETTINGS = dict(ttt_length=3, alignment="served", chain="shift", dims=DIMS, max_density=0.35)
+TRAINING = Training(ttt_length=3, alignment="served", chain="shift", dims=DIMS, max_density=0.35)
 MEMORY = {"one chunk": 3_000_000, "weights": 2_000_000}
 EVIL = "<script>alert(1)</script> \u202e\x07 & \U0001f468\u200d\U0001f469 caf\u00e9\u2026"
 
@@ -38,7 +38,7 @@ def prepared(tmp_path_factory):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{<b>\n")
     tokenizer = chat_tokenizer()
     data = prepare(path, tokenizer, cache_dir=folder, max_length=8000, progress=False)
-    return data, tokenizer, inspect_html(data, tokenizer, memory=MEMORY, **SETTINGS)
+    return data, tokenizer, inspect_html(data, tokenizer, TRAINING, memory=MEMORY)
 
 
 def articles(page: str) -> list[str]:
@@ -107,12 +107,12 @@ def test_the_page_is_whole_and_asks_for_nothing(prepared):
 def test_terminal_paints_rows_and_shows_memory(prepared):
     data, tokenizer, _ = prepared
     text = inspect_terminal(
-        data, tokenizer, color=False, paint="rows", memory=MEMORY, index=1, **SETTINGS
+        data, tokenizer, TRAINING, color=False, paint="rows", memory=MEMORY, index=1
     )
     assert "[[1:1]]" in text and "[[3:3]]" in text  # the legend
     assert re.search(r"\[\[3:.*yes", text, re.S)
     assert "3 MB  one chunk" in text and "5 MB  all of it" in text
-    coloured = inspect_terminal(data, tokenizer, color=True, paint="rows", index=1, **SETTINGS)
+    coloured = inspect_terminal(data, tokenizer, TRAINING, color=True, paint="rows", index=1)
     assert "\x1b[38;5;203m" in coloured
 
 

@@ -6,13 +6,13 @@ One job: PreparedData in, a text for the terminal out. Nothing is trained or wri
 import statistics
 import unicodedata
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from specforge_trim.data.inspect_stats import (
     DocumentStats,
+    Training,
     by_length,
     document_pack,
     last_steps,
@@ -23,7 +23,7 @@ from specforge_trim.data.inspect_stats import (
 )
 from specforge_trim.data.prepared import PreparedData
 from specforge_trim.data.tokenize import Document
-from specforge_trim.plan.cost import STAGES, DraftDims
+from specforge_trim.plan.cost import STAGES
 from specforge_trim.plan.pack import TrimPack
 
 _GREEN, _DIM, _BOLD, _OFF = "\x1b[1;32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
@@ -35,12 +35,8 @@ _SAMPLE_AROUND = 40  # tokens of a sample before its answer, and at each end of 
 def inspect_terminal(
     data: PreparedData,
     tokenizer,
+    training: Training,
     *,
-    ttt_length: int,
-    alignment: str,
-    chain: str,
-    dims: DraftDims,
-    max_density: float,
     index: int = 0,
     color: bool = True,
     paint: str = "mask",
@@ -53,7 +49,6 @@ def inspect_terminal(
     color       ANSI colours; without them supervised text stands between [[ and ]]
     paint       what the colours say: "mask", which tokens carry loss, or "rows", how many TTT
                 steps run each row
-    max_density the guard's limit
     memory      bytes of the largest training step by what they hold; shown when given
     max_documents  statistics rest on this many documents at most, evenly spaced
 
@@ -63,11 +58,9 @@ def inspect_terminal(
         raise ValueError(
             f"index {index}: expected 0 to {len(data) - 1}, the prepared conversations"
         )
-    settings: dict[str, Any] = dict(ttt_length=ttt_length, alignment=alignment, chain=chain)
-    stats = sampled_stats(
-        data, dims=dims, max_density=max_density, max_documents=max_documents, **settings
-    )
-    pack = document_pack(data[index], **settings)
+    ttt_length, max_density = training.ttt_length, training.max_density
+    stats = sampled_stats(data, training, max_documents=max_documents)
+    pack = document_pack(data[index], training)
     shown = pack if paint == "rows" else None
     blocks = [
         f"DATA   {', '.join(data.paths)}\n{data.summary()}",

@@ -6,13 +6,13 @@ of a conversation is a radio button and CSS; there is no script and no request t
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
 
 from specforge_trim.data import charts
 from specforge_trim.data.inspect import memory_rows, percent, printable
 from specforge_trim.data.inspect_page import STYLE
 from specforge_trim.data.inspect_stats import (
     DocumentStats,
+    Training,
     by_length,
     document_pack,
     last_steps,
@@ -23,7 +23,7 @@ from specforge_trim.data.inspect_stats import (
 )
 from specforge_trim.data.prepared import PreparedData
 from specforge_trim.data.token_bytes import TokenBytes
-from specforge_trim.plan.cost import STAGES, DraftDims
+from specforge_trim.plan.cost import STAGES
 from specforge_trim.plan.pack import TrimPack
 
 _EDGE = 40  # tokens shown at each end of a long stretch that no row and no loss touches
@@ -35,12 +35,8 @@ _RUN_BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 10**9))
 def inspect_html(
     data: PreparedData,
     tokenizer,
+    training: Training,
     *,
-    ttt_length: int,
-    alignment: str,
-    chain: str,
-    dims: DraftDims,
-    max_density: float,
     index: int = 0,
     conversations: int = 8,
     memory: Mapping[str, int] | None = None,
@@ -51,10 +47,8 @@ def inspect_html(
     conversations: how many are shown token by token: the one at index first, then others evenly
     spaced over the data.
     """
-    settings: dict[str, Any] = dict(ttt_length=ttt_length, alignment=alignment, chain=chain)
-    stats = sampled_stats(
-        data, dims=dims, max_density=max_density, max_documents=max_documents, **settings
-    )
+    ttt_length, max_density = training.ttt_length, training.max_density
+    stats = sampled_stats(data, training, max_documents=max_documents)
     spread = [k * len(data) // max(conversations, 1) for k in range(conversations)]
     shown = list(dict.fromkeys([index % len(data), *spread]))[:conversations]
     spell = TokenBytes(tokenizer).spelling
@@ -65,7 +59,7 @@ def inspect_html(
         _work(stats, memory),
         _not_used(data),
         _legend(ttt_length),
-        *(_conversation(data, i, document_pack(data[i], **settings), spell) for i in shown),
+        *(_conversation(data, i, document_pack(data[i], training), spell) for i in shown),
     ]
     title = escape(printable(", ".join(data.paths), keep=""))
     return (

@@ -38,10 +38,24 @@ class DocumentStats:
     cost: PackCost | None
 
 
-def document_pack(document: Document, *, ttt_length: int, alignment: str, chain: str) -> TrimPack:
+@dataclass(frozen=True)
+class Training:
+    """What of a run decides the rows of a document: settings of the same names, and the draft.
+
+    dims: the draft's sizes; max_density: the guard's limit.
+    """
+
+    ttt_length: int
+    alignment: str
+    chain: str
+    dims: DraftDims
+    max_density: float
+
+
+def document_pack(document: Document, training: Training) -> TrimPack:
     """The trimmed pack of one document on its own."""
-    rows = row_mask(document.loss_mask, alignment=alignment)
-    return build_trim_pack(rows, ttt_length=ttt_length, chain=chain)
+    rows = row_mask(document.loss_mask, alignment=training.alignment)
+    return build_trim_pack(rows, ttt_length=training.ttt_length, chain=training.chain)
 
 
 def last_steps(pack: TrimPack) -> Tensor:
@@ -53,56 +67,32 @@ def last_steps(pack: TrimPack) -> Tensor:
     return last
 
 
-def document_stats(
-    document: Document,
-    *,
-    ttt_length: int,
-    alignment: str,
-    chain: str,
-    dims: DraftDims,
-    max_density: float,
-) -> DocumentStats:
+def document_stats(document: Document, training: Training) -> DocumentStats:
     """What training would run of one document, and what it would cost."""
-    pack = document_pack(document, ttt_length=ttt_length, alignment=alignment, chain=chain)
-    refused = not bool(documents_in_budget(pack, max_density).all())
+    pack = document_pack(document, training)
+    refused = not bool(documents_in_budget(pack, training.max_density).all())
     density, live = pack.density, bool(pack.supervised.numel())
     rows = pack.steps[0].rows
     runs = 1 + int((rows.diff() != 1).sum()) if live else 0
     if refused:
-        mask = row_mask(document.loss_mask, alignment=alignment)
-        pack = dense_pack(mask, ttt_length=ttt_length, chain=chain)
+        mask = row_mask(document.loss_mask, alignment=training.alignment)
+        pack = dense_pack(mask, ttt_length=training.ttt_length, chain=training.chain)
     return DocumentStats(
         tokens=len(document.input_ids),
         supervised=float(document.loss_mask.float().mean()),
         density=density,
         refused=refused,
         runs=runs,
-        cost=pack_cost(pack, dims) if live else None,
+        cost=pack_cost(pack, training.dims) if live else None,
     )
 
 
 def sampled_stats(
-    data: PreparedData,
-    *,
-    ttt_length: int,
-    alignment: str,
-    chain: str,
-    dims: DraftDims,
-    max_density: float,
-    max_documents: int,
+    data: PreparedData, training: Training, *, max_documents: int
 ) -> list[DocumentStats]:
     """Stats of at most max_documents documents, evenly spaced."""
-    return [
-        document_stats(
-            data[i],
-            ttt_length=ttt_length,
-            alignment=alignment,
-            chain=chain,
-            dims=dims,
-            max_density=max_density,
-        )
-        for i in range(0, len(data), -(-len(data) // max_documents))
-    ]
+    step = -(-len(data) // max_documents)
+    return [document_stats(data[i], training) for i in range(0, len(data), step)]
 
 
 def by_length(stats: Sequence[DocumentStats]) -> list[tuple[int, int, list[DocumentStats]]]:
