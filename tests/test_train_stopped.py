@@ -18,33 +18,20 @@ from specforge_trim.train import checkpoint as checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = str(ROOT / "train_eagle3.py")
+LONG = ("--epochs", "1000", "--save-every", "5", "--num-workers", "1")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("stopped")
-    tiny.save_tiny_target(folder / "target")
-    tiny.write_conversations(folder / "train.jsonl", 8)
-    (folder / "recipe.yaml").write_text(f"""
-model: {{target: {folder}/target, draft_vocab_size: 64, target_dtype: float32}}
-data:
-  train_data: [{folder}/train.jsonl]
-  cache_dir: {folder}/cache
-  feature_dtype: float32
-  tokens_per_batch: 400
-  num_workers: 1
-loss: {{ttt_length: 3}}
-train: {{epochs: 1000, save_every: 5, device: cpu}}
-""")
-    return folder / "recipe.yaml"
+    return tiny.training_place(tmp_path_factory.mktemp("stopped")) / "recipe.yaml"
 
 
 def start(command, recipe, out, *flags):
     """A training process group of its own, once it has taken some steps."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [*command, SCRIPT, "--config", str(recipe), "--output-dir", str(out), *flags],
+        [*command, SCRIPT, "--config", str(recipe), "--output-dir", str(out), *LONG, *flags],
         stderr=subprocess.PIPE,
         env=environment,
         start_new_session=True,
