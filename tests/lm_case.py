@@ -146,7 +146,7 @@ def reference_step(model, stream, *, cut=True, weight=0.1):
         start += n
     model.zero_grad()
     total.backward() if total.requires_grad else None
-    grads = {k: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+    grads = {k: torch.zeros(p.shape, dtype=p.dtype) if p.grad is None else p.grad.clone()
              for k, p in model.named_parameters()}  # fmt: skip
     model.zero_grad()
     return total.detach(), grads

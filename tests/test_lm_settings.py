@@ -177,6 +177,7 @@ def test_documents_beyond_the_drafts_reach_are_refused_before_training(place, ca
         shutil.copy(place / "target" / file, place / "windowed" / file)
     said = refused(place, capsys, "--draft", str(place / "windowed"))
     assert "exceeds the sliding window of 32" in said
+    assert not (place / "no").exists()
     small.sliding_window, small.max_position_embeddings = None, 40
     MistralForCausalLM(small).save_pretrained(place / "windowed")
     said = refused(place, capsys, "--draft", str(place / "windowed"))

@@ -8,6 +8,7 @@ whose cache keeps rejected tokens, an unknown key that is passed over.
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,22 @@ def test_distillation_equals_autograd_on_the_targets_distribution(masks, skip_he
     assert torch.allclose(again.distill_loss, result.distill_loss, rtol=1e-12)
     assert all(torch.equal(a, b) for a, b in zip(gradients(student).values(), before.values(),
                                                  strict=True))  # fmt: skip
+
+
+@pytest.mark.parametrize("skip_head", [True, False])
+def test_right_answers_count_at_rows_with_a_loss_only(skip_head):
+    stream, model = make_stream(["000111001100"]), make_model("llama")
+    model.set_attn_implementation("plain_reference")
+    best = model(input_ids=stream.ids[None]).logits[0].argmax(-1)
+    settings = LmStepSettings(RowSparseSettings(skip_head), compute_dtype=torch.float64)
+    enable_row_sparse(model, settings.row_sparse)
+    batch = make_lm_batch(documents(stream), LmPlan(skip_head))
+    labels = best.clone()
+    labels[3] += 1  # a kept row, wrong
+    found = lm_step(
+        model, replace(batch, labels=labels), num_loss_rows=1, settings=settings, learn=False
+    )
+    assert int(found.correct) == batch.num_loss_rows - 1 == 4
 
 
 def two_ranks(world):

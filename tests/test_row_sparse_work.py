@@ -141,7 +141,9 @@ def test_a_linear_that_only_looks_plain_keeps_the_dense_backward(change, caplog)
     with caplog.at_level(logging.WARNING, logger="specforge_trim"):
         model = make()
         _, _, found = run(model, stream, ON)
-    assert "o_proj (Linear" in caplog.text and "up_proj (Linear" in caplog.text, caplog.text
+    said = {own_forward: "a forward of its own", rounded_weight: "a weight of Rounded"}
+    kind = f"(Linear with {said.get(change, 'hooks')})"
+    assert f"o_proj {kind}, up_proj {kind}" in caplog.text, caplog.text
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
     assert_equal_gradients({n: found[n] for n in trained}, {n: expected[n] for n in trained})
 

@@ -82,12 +82,12 @@ def check_window(model: HubModel, longest: int) -> None:
 
 
 def dense_linears(model: Any) -> tuple[str, ...]:
-    """`name (type)` of the projections that are not plain linears, sorted."""
+    """`name (what it is)` of the projections that are not plain linears, sorted."""
     found = set()
     for layer in model.model.layers:
         both = {**dict(layer.self_attn.named_children()), **dict(layer.mlp.named_children())}
         odd = [(name, both[name]) for name in _SPARSE_LINEARS if not is_plain(both[name])]
-        found |= {f"{name} ({type(module).__name__})" for name, module in odd}
+        found |= {f"{name} ({_kind(module)})" for name, module in odd}
     return tuple(sorted(found))
 
 
@@ -103,6 +103,15 @@ def is_plain(module: nn.Module) -> bool:
         and "forward" not in vars(module)
         and type(module.weight) in (nn.Parameter, Tensor)
     )
+
+
+def _kind(module: Any) -> str:
+    """What a projection is that is not a plain linear."""
+    if type(module) is not nn.Linear:
+        return f"{type(module).__module__.partition('.')[0]}.{type(module).__name__}"
+    if type(module.weight) not in (nn.Parameter, Tensor):
+        return f"Linear with a weight of {type(module.weight).__name__}"
+    return "Linear with hooks" if _has_hooks(module) else "Linear with a forward of its own"
 
 
 def _has_hooks(module: nn.Module) -> bool:
