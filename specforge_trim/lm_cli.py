@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from specforge_trim.config import config_parser
 from specforge_trim.config_checks import check_fsdp
 from specforge_trim.lm_config import LmConfig, resolve
+from specforge_trim.options import ConfigError
 from specforge_trim.running import guarded
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def train_lm_command(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     config = resolve(arguments)
     check_fsdp(config, int(os.environ.get("WORLD_SIZE", 1)))
+    if arguments.evaluate_only and not config.evaluate.eval_data:
+        raise ConfigError("--evaluate-only has nothing to measure on: pass --eval-data FILE")
 
     from specforge_trim import distributed
     from specforge_trim.cli import quiet_transformers

@@ -74,11 +74,11 @@ def open_lm(config: LmConfig, world: World) -> LmModels:
     """Finds (fetches, converts) both models. Raises ValueError where they do not fit."""
     from transformers import AutoConfig
 
-    def place(name: str) -> str | Path:
-        return world.first(lambda: resolve_target(name, cache_dir=config.cache_dir))
+    def place(name: str, role: str) -> str | Path:
+        return world.first(lambda: resolve_target(name, cache_dir=config.cache_dir, role=role))
 
-    path = place(config.model.target)
-    draft_path = path if config.model.draft is None else place(config.model.draft)
+    path = place(config.model.target, "target")
+    draft_path = path if config.model.draft is None else place(config.model.draft, "draft")
 
     def settle() -> LmModels:
         for found in {path, draft_path}:
@@ -273,10 +273,14 @@ def evaluate_lm_draft(config: LmConfig, world: World) -> EvalReport:
     """
     from transformers import AutoModelForCausalLM
 
+    folder = config.output_dir / "export"
+    if not (folder / "config.json").exists():
+        raise ConfigError(
+            f"no exported draft in {folder}: train one first, or name its output_dir"
+        )
     models = open_lm(config, world)
     sets = held_out_prompts(config, models, world)
     target = HFTarget.load(models.path, dtype=torch.float32, device=world.device, aux_layers=(1,))
-    folder = config.output_dir / "export"
     draft: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     report = evaluate_lm(
         target,

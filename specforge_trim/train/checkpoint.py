@@ -71,6 +71,14 @@ def check_identity(
     """
     saved = checkpoint.meta["identity"]
     wanted = json.loads(json.dumps(identity))  # tuples as lists, as they were saved
+    kinds = [
+        "an EAGLE draft" if "aux_layers" in one else "a dense draft" for one in (saved, wanted)
+    ]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            f"checkpoint {checkpoint.path} is of {kinds[0]}, this run trains {kinds[1]}: choose "
+            "another --output-dir, or start over in this one with --no-resume"
+        )
     for key in sorted(set(saved) | set(wanted)):
         if saved.get(key) != wanted.get(key):
             known = "; ".join(explain(key))
