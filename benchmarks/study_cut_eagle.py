@@ -28,12 +28,14 @@ KEPT = ("loss", "accuracy", "acceptance", "acceptance_length")
 
 def arm_config(args: argparse.Namespace) -> Config:
     """The recipe, the arm's settings, and a folder of its own."""
-    run = args.cache_dir / "study-cut-eagle" / f"run-{args.seed}-{'cut' if args.cut else 'whole'}"
+    run = args.cache_dir / "study-cut-eagle" / f"run-{args.seed}-{args.arm}"
     flags = ["--config", str(RECIPE), "--cache-dir", str(args.cache_dir), "--seed", str(args.seed)]
     flags += ["--output-dir", str(run), "--trim-loss-positions", "--trim-backbone-rows"]
     flags += ["--device", "cpu", "--num-workers", "0", "--no-resume", "--save-every", "0"]
     flags += ["--eval-every", "40"]
-    flags += ["--stop-grad-context-tokens"] if args.cut else []
+    flags += ["--stop-grad-context-tokens"] if args.arm == "on" else []
+    # Smaller chunks: the same gradients, summed in another order.
+    flags += ["--chunk-rows", "64"] if args.arm == "again" else []
     flags += [] if args.max_steps is None else ["--max-steps", str(args.max_steps)]
     return load_config(flags, prog="study_row_sparse", description="one arm")
 

@@ -1,9 +1,12 @@
 """What stop_grad_context_tokens does to training: two small studies on CPU.
 
     python benchmarks/study_row_sparse.py target                 the target's part, once
-    python benchmarks/study_row_sparse.py train --seed 0 [--cut]      an arm of the dense draft
-    python benchmarks/study_row_sparse.py eagle --seed 0 [--cut]      an arm of the EAGLE draft
+    python benchmarks/study_row_sparse.py train --seed 0 --arm off    an arm of the dense draft
+    python benchmarks/study_row_sparse.py eagle --seed 0 --arm off    an arm of the EAGLE draft
     python benchmarks/study_row_sparse.py report                 tables and curves of both
+
+Arms: the flag `off`, the flag `on`, and off `again` with smaller chunks, which sums the same
+gradients in another order: how far rounding alone drives two runs apart.
 
 Dense draft: the first 8 of SmolLM2-135M-Instruct's 30 layers with its head. Target: the whole
 model, its distribution is what is learned (soft cross-entropy). 40 long-prompt conversations of
@@ -60,9 +63,10 @@ def config_of(args: argparse.Namespace) -> LmConfig:
         "eval_data": (str(ROOT / "examples/data/long_prompt.heldout.jsonl"),),
         "max_conversations": 40, "tokens_per_batch": 1024, "num_workers": 0, "epochs": 2,
         "label_weight": 0.0, "distill_weight": 1.0, "learning_rate": 5e-4, "warmup_ratio": 0.1,
-        "stop_grad_context_tokens": args.cut, "device": "cpu", "held_out_every": 12,
+        "stop_grad_context_tokens": args.arm == "on", "device": "cpu", "held_out_every": 12,
         "seed": args.seed, "save_every": 0, "keep_checkpoints": 1, "resume": False,
-        "output_dir": str(folder(args) / f"run-{args.seed}-{'cut' if args.cut else 'whole'}"),
+        "output_dir": str(folder(args) / f"run-{args.seed}-{args.arm}"),
+        "head_chunk_tokens": 8 if args.arm == "again" else 8192,
     }  # fmt: skip
     return build(LmConfig, values)
 
@@ -155,7 +159,7 @@ def train_part(args: argparse.Namespace) -> None:
         config, model=model, settings=step_settings(config),
         targets=KnownTargets.of(real, found["known"]), documents=train, schedule=schedule,
         plan=LmPlan(), held_out=HeldOut(held[:HELD_OUT], config.evaluate.held_out_every),
-        world=WORLD, identity={"seed": args.seed, "cut": args.cut}, provenance={},
+        world=WORLD, identity={"seed": args.seed, "arm": args.arm}, provenance={},
     )  # fmt: skip
     disable_row_sparse(model)
     lines = (config.output_dir / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
@@ -175,7 +179,7 @@ def arm(args: argparse.Namespace, run: Path, *, order: str) -> dict[str, Any]:
     rows = read_run(run)
     norms = [row["grad_norm"] for row in rows]
     return {
-        "seed": args.seed, "cut": args.cut, "versions": package_versions(), "steps": len(rows),
+        "seed": args.seed, "arm": args.arm, "versions": package_versions(), "steps": len(rows),
         "order": order, "grad_norm": sum(norms) / len(norms),
         "clipped_steps": sum(norm > 1.0 for norm in norms),
     }  # fmt: skip
@@ -197,7 +201,7 @@ def main() -> None:
     parser.add_argument("part", nargs="?", choices=tuple(parts), default="report")
     parser.add_argument("--cache-dir", type=Path, default=Path(".quickstart"), metavar="DIR")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cut", action="store_true", help="stop_grad_context_tokens")
+    parser.add_argument("--arm", choices=("off", "on", "again"), default="off")
     parser.add_argument("--max-steps", type=int, help="fewer steps, to try the script")
     args = parser.parse_args()
     args.cache_dir = args.cache_dir.absolute()
