@@ -1,7 +1,7 @@
 """Tables and curves of the two studies of stop_grad_context_tokens. Trains and measures nothing.
 
 Arms are compared within a seed: same batches in the same order, same initial weights. Differences
-are flag on minus flag off. Needs the extra `bench`.
+are to the arm with the flag off. Needs the extra `bench`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 Row = Mapping[str, Any]
-Arms = Mapping[tuple[int, bool], Row]  # (seed, cut) -> row
-OFF, ON = "#1f77b4", "#d9541a"
+Arms = Mapping[tuple[int, str], Row]  # (seed, arm) -> row
+ARMS = {"off": "flag off", "on": "flag on", "again": "off, other rounding"}
+COLOURS = {"off": "#1f77b4", "on": "#d9541a", "again": "#888888"}
 SEED_LINES, SEED_MARKS = ("-", "--", ":"), ("o", "s", "^")
 
 
@@ -82,40 +83,46 @@ EAGLE = Study(
 )
 
 
-def read_arms(path: Path) -> dict[tuple[int, bool], Row]:
+def read_arms(path: Path) -> dict[tuple[int, str], Row]:
     """The last row of every arm. Raises ValueError for arms of a seed that saw other batches."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    arms = {(row["seed"], row["cut"]): row for row in rows}
+    arms = {(row["seed"], row["arm"]): row for row in rows}
     for seed in {seed for seed, _ in arms}:
-        pair = [arms[seed, cut] for cut in (False, True) if (seed, cut) in arms]
-        seen = {(r["steps"], r["order"], *(h["step"] for h in r["held_out"])) for r in pair}
+        own = [row for (other, _), row in arms.items() if other == seed]
+        seen = {(r["steps"], r["order"], *(h["step"] for h in r["held_out"])) for r in own}
         if len(seen) > 1:
-            raise ValueError(f"{path}: the two arms of seed {seed} saw other batches: {seen}")
-    return dict(sorted(arms.items()))
+            raise ValueError(f"{path}: the arms of seed {seed} saw other batches: {seen}")
+    return {key: arms[key] for key in sorted(arms, key=lambda k: (k[0], list(ARMS).index(k[1])))}
 
 
-def pairs(arms: Arms) -> list[tuple[int, Row, Row]]:
-    """(seed, row without the flag, row with it) of every seed that has both."""
-    seeds = [seed for seed, cut in arms if not cut and (seed, True) in arms]
-    return [(seed, arms[seed, False], arms[seed, True]) for seed in seeds]
+def pairs(arms: Arms, arm: str) -> list[tuple[int, Row, Row]]:
+    """(seed, row without the flag, row of `arm`) of every seed that has both."""
+    return [(s, arms[s, "off"], row) for (s, name), row in arms.items() if name == arm]
 
 
 def table(study: Study, arms: Arms) -> str:
     """Markdown: a line per arm, then the differences: mean over seeds (lowest to highest)."""
     lines = [["seed", "steps", "flag", *(c.title for c in study.columns)]]
     lines.append(["---"] * len(lines[0]))
-    for (seed, cut), row in arms.items():
+    for (seed, arm), row in arms.items():
         cells = [f"{c.value(row):.{c.digits}f}" for c in study.columns]
-        lines.append([str(seed), str(row["steps"]), "on" if cut else "off", *cells])
-    last = ["", "", "on - off"]
-    for column in study.columns:
-        found = [column.value(on) - column.value(off) for _, off, on in pairs(arms)]
-        show = f"+.{column.digits}f"
-        last.append(
-            f"{sum(found) / len(found):{show}} ({min(found):{show}} to {max(found):{show}})"
-        )
-    lines.append(last)
+        lines.append([str(seed), str(row["steps"]), ARMS[arm].removeprefix("flag "), *cells])
+    for arm in ("on", "again"):
+        found = [
+            [c.value(row) - c.value(off) for c in study.columns]
+            for _, off, row in pairs(arms, arm)
+        ]
+        if found:
+            gaps = zip(study.columns, zip(*found, strict=True), strict=True)
+            cells = [gap(values, column.digits) for column, values in gaps]
+            lines.append(["", "", f"{ARMS[arm].removeprefix('flag ')} - off", *cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def gap(values: Sequence[float], digits: int) -> str:
+    """The mean (lowest to highest)."""
+    parts = [f"{v:+.{digits}f}" for v in (sum(values) / len(values), min(values), max(values))]
+    return f"{parts[0]} ({parts[1]} to {parts[2]})"
 
 
 def curve(row: Row, key: str) -> tuple[list[int], list[float]]:
@@ -131,19 +138,18 @@ def picture(study: Study, arms: Arms, out: Path) -> None:
 
     figure, axes = plt.subplots(2, 2, figsize=(10.5, 7.5), sharex=True)
     seeds = sorted({seed for seed, _ in arms})
-    for (seed, cut), row in arms.items():
-        for axis, (key, _) in zip(axes[0], (study.loss, study.share), strict=True):
-            label = f"flag {'on' if cut else 'off'}, seed {seed}"
-            line, mark = SEED_LINES[seeds.index(seed)], SEED_MARKS[seeds.index(seed)]
-            style = {"color": ON if cut else OFF, "linestyle": line, "marker": mark}
-            axis.plot(*curve(row, key), **style, markersize=4, linewidth=1.3, label=label)
-    for seed, off, on in pairs(arms):
-        for axis, (key, _) in zip(axes[1], (study.loss, study.share), strict=True):
-            steps, without = curve(off, key)
-            gaps = [a - b for a, b in zip(curve(on, key)[1], without, strict=True)]
-            line, mark = SEED_LINES[seeds.index(seed)], SEED_MARKS[seeds.index(seed)]
-            style = {"color": "#444444", "linestyle": line, "marker": mark}
-            axis.plot(steps, gaps, **style, markersize=4, linewidth=1.3, label=f"seed {seed}")
+    for column, (key, _) in enumerate((study.loss, study.share)):
+        for (seed, arm), row in arms.items():
+            place = seeds.index(seed)
+            style = {"linestyle": SEED_LINES[place], "marker": SEED_MARKS[place]}
+            style |= {"color": COLOURS[arm], "label": f"{ARMS[arm]}, seed {seed}"}
+            steps, values = curve(row, key)
+            if arm != "again":
+                axes[0, column].plot(steps, values, markersize=4, linewidth=1.2, **style)
+            if arm != "off":
+                without = curve(arms[seed, "off"], key)[1]
+                gaps = [a - b for a, b in zip(values, without, strict=True)]
+                axes[1, column].plot(steps, gaps, markersize=4, linewidth=1.2, **style)
     if study.log:
         axes[0, 0].set_yscale("log")
         ticks: Sequence[float] = (5, 6, 8, 10, 12, 15, 20)
@@ -151,8 +157,8 @@ def picture(study: Study, arms: Arms, out: Path) -> None:
         axes[0, 0].minorticks_off()
     for axis, (_, label) in zip(axes[0], (study.loss, study.share), strict=True):
         axis.set_ylabel(label)
-    axes[1, 0].set_ylabel("its difference, on - off (nats)")
-    axes[1, 1].set_ylabel("its difference, on - off")
+    axes[1, 0].set_ylabel("difference to flag off, same seed (nats)")
+    axes[1, 1].set_ylabel("difference to flag off, same seed")
     for axis in axes.flat:
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
@@ -169,9 +175,9 @@ def report(dense: Path, eagle: Path) -> None:
     for study, path in ((DENSE, dense), (EAGLE, eagle)):
         arms = read_arms(path)
         print(f"\n{study.title}\n\n{table(study, arms)}\n")
-        for (seed, cut), row in arms.items():
+        for (seed, arm), row in arms.items():
             print(
-                f"seed {seed} {'on' if cut else 'off':3}: mean gradient norm "
+                f"seed {seed}, {ARMS[arm]}: mean gradient norm "
                 f"{row['grad_norm']:.2f}, {row['clipped_steps']} of {row['steps']} steps clipped"
             )
         picture(study, arms, DOCS / study.picture)

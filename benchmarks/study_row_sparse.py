@@ -5,8 +5,8 @@
     python benchmarks/study_row_sparse.py eagle --seed 0 --arm off    an arm of the EAGLE draft
     python benchmarks/study_row_sparse.py report                 tables and curves of both
 
-Arms: the flag `off`, the flag `on`, and off `again` with smaller chunks, which sums the same
-gradients in another order: how far rounding alone drives two runs apart.
+Arms: the flag `off`, the flag `on`, and of the EAGLE draft off `again` with smaller chunks, which
+sums the same gradients in another order: how far rounding alone drives two runs apart.
 
 Dense draft: the first 8 of SmolLM2-135M-Instruct's 30 layers with its head. Target: the whole
 model, its distribution is what is learned (soft cross-entropy). 40 long-prompt conversations of
@@ -66,7 +66,6 @@ def config_of(args: argparse.Namespace) -> LmConfig:
         "stop_grad_context_tokens": args.arm == "on", "device": "cpu", "held_out_every": 12,
         "seed": args.seed, "save_every": 0, "keep_checkpoints": 1, "resume": False,
         "output_dir": str(folder(args) / f"run-{args.seed}-{args.arm}"),
-        "head_chunk_tokens": 8 if args.arm == "again" else 8192,
     }  # fmt: skip
     return build(LmConfig, values)
 
@@ -204,6 +203,8 @@ def main() -> None:
     parser.add_argument("--arm", choices=("off", "on", "again"), default="off")
     parser.add_argument("--max-steps", type=int, help="fewer steps, to try the script")
     args = parser.parse_args()
+    if args.arm == "again" and args.part != "eagle":
+        parser.error("--arm again is an arm of the EAGLE draft")
     args.cache_dir = args.cache_dir.absolute()
     parts[args.part](args)
 
