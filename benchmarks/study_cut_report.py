@@ -161,8 +161,12 @@ def picture(study: Study, arms: Arms, out: Path) -> None:
     axes[1, 1].set_ylabel("difference to flag off, same seed")
     for axis in axes.flat:
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+    for axis, where in zip(axes[0], ("upper right", "lower right"), strict=True):
+        axis.legend(fontsize=8, loc=where)
     for axis in axes[1]:
+        low, high = axis.get_ylim()
+        axis.set_ylim(low, high + 0.35 * (high - low))  # room for the legend above the curves
+        axis.legend(fontsize=8, ncols=2, loc="upper right")
         axis.axhline(0, color="black", linewidth=0.8)
         axis.set_xlabel("optimizer step")
     figure.suptitle(f"{study.title}; flag = stop_grad_context_tokens")

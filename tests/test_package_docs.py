@@ -36,7 +36,7 @@ MANY_FOREIGN = ("docs/flags.md", "docs/capture.md", "docs/LOG.md", "benchmarks/R
 
 # Flags of scripts that a page names, and names of files that are made or another program's.
 SCRIPTS = {
-    "docs/draft_lm.md": {"--cut", "--work"},
+    "docs/draft_lm.md": {"--arm"},
     "docs/config.md": {"--x", "--no-x"},
     "examples/data/README.md": {"--human-eval", "--no-deps", "--per-section", "--tokenizer"},
 }
