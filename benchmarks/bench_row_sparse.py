@@ -184,7 +184,7 @@ def head_step(arm: str, tokens: int, kept: float, dtype: torch.dtype) -> Callabl
 def bench_head(args: argparse.Namespace, kept: float) -> dict:
     dtype = getattr(torch, args.dtype)
     row = {"tokens": args.head_tokens, "dtype": args.dtype, "kept": kept, "rounds": args.rounds}
-    row["block_mb"] = head_rows._BLOCK_ELEMENTS["cpu"] * 4 >> 20
+    row["block_mb"] = head_rows.BLOCK_ELEMENTS["cpu"] * 4 >> 20
     for arm in ("full", "skipped"):
         command = [sys.executable, __file__, "--child", arm, "--kept", str(kept)]
         command += ["--head-tokens", str(args.head_tokens), "--dtype", args.dtype]

@@ -37,7 +37,8 @@ def quiet_transformers() -> None:
     transformers_logging.set_verbosity_error()
 
 
-def _add_version(parser: argparse.ArgumentParser) -> None:
+def add_version(parser: argparse.ArgumentParser) -> None:
+    """--version, which shows what is in use."""
     names = ", ".join(f"{name} {version}" for name, version in package_versions().items())
     parser.add_argument(
         "--version", action="version", version=names, help="show the versions in use and end"
@@ -59,7 +60,7 @@ def train_command(argv: Sequence[str]) -> None:
         "  torchrun --nproc_per_node 2 train_eagle3.py --config examples/quickstart.yaml \\\n"
         "      --trim-loss-positions --trim-backbone-rows",
     )
-    _add_version(parser)
+    add_version(parser)
     parser.add_argument(
         "--dry-run", action="store_true",
         help="print the plan of the run (sizes, memory, kept work) and stop: loads no weights",
@@ -372,7 +373,7 @@ def _dispatch(argv: Sequence[str]) -> None:
         "\n\nEach command explains itself:\n  specforge-trim inspect --help\n"
         "Training: torchrun --nproc_per_node N train_eagle3.py --help",
     )
-    _add_version(parser)
+    add_version(parser)
     parser.parse_args(argv or ["--help"])
 
 

@@ -17,7 +17,7 @@ from specforge_trim.options import ConfigError
 def check_pairs(config: Any) -> None:
     """Settings that contradict each other or ask for what does not exist yet."""
     trim, attention, aux = config.trim, config.attention, config.model.aux_layers
-    _check_objective(config.loss)
+    check_objective(config.loss)
     _check_features(config)
     if trim.trim_backbone_rows and not trim.trim_loss_positions:
         raise ConfigError(
@@ -38,26 +38,7 @@ def check_pairs(config: Any) -> None:
         )
     _check_sequence(config)
     _check_evaluation(config)
-    check_trackers(config)
-    profile, steps = config.track.profile, config.train.max_steps
-    if profile and steps is not None and steps < profile + PROFILE_WARM_UP:
-        raise ConfigError(
-            f"profile = {profile} needs {profile + PROFILE_WARM_UP} steps, {PROFILE_WARM_UP} of "
-            f"them to warm up, and max_steps = {steps} ends the run before: lower --profile, or "
-            "raise --max-steps"
-        )
-    if "fa" in (attention.attention_backend, attention.local_attention):
-        if importlib.util.find_spec("flash_attn") is None:
-            raise ConfigError(
-                "attention_backend = 'fa' needs the package flash-attn, which is not installed: "
-                "install the extra 'flash' or use --attention-backend sdpa"
-            )
-    for key, folder in (
-        ("output_dir", config.train.output_dir), ("cache_dir", config.data.cache_dir)
-    ):  # fmt: skip
-        path = _expanded(key, folder)
-        if not folder.strip() or (path.exists() and not path.is_dir()):
-            raise ConfigError(f"{key} = {folder!r}, expected a folder or a name for a new one")
+    check_run(config, backends=(attention.attention_backend, attention.local_attention))
     if aux is not None and (not aux or list(aux) != sorted(set(aux))):
         raise ConfigError(f"aux_layers = {list(aux)}, expected ascending, distinct layer ids")
     if config.model.draft_config is not None and not Path(config.model.draft_config).is_file():
@@ -67,7 +48,31 @@ def check_pairs(config: Any) -> None:
         raise ConfigError(f"init_from = {init!r}: no such folder")
 
 
-def _check_objective(loss: Any) -> None:
+def check_run(config: Any, *, backends: tuple[str | None, ...]) -> None:
+    """Settings of a run that both trainers have. backends: of attention, those in use."""
+    check_trackers(config)
+    profile, steps = config.track.profile, config.train.max_steps
+    if profile and steps is not None and steps < profile + PROFILE_WARM_UP:
+        raise ConfigError(
+            f"profile = {profile} needs {profile + PROFILE_WARM_UP} steps, {PROFILE_WARM_UP} of "
+            f"them to warm up, and max_steps = {steps} ends the run before: lower --profile, or "
+            "raise --max-steps"
+        )
+    if "fa" in backends and importlib.util.find_spec("flash_attn") is None:
+        raise ConfigError(
+            "attention_backend = 'fa' needs the package flash-attn, which is not installed: "
+            "install the extra 'flash' or use --attention-backend sdpa"
+        )
+    for key, folder in (
+        ("output_dir", config.train.output_dir), ("cache_dir", config.data.cache_dir)
+    ):  # fmt: skip
+        path = _expanded(key, folder)
+        if not folder.strip() or (path.exists() and not path.is_dir()):
+            raise ConfigError(f"{key} = {folder!r}, expected a folder or a name for a new one")
+
+
+def check_objective(loss: Any) -> None:
+    """The objective's terms, and the setting that one of them reads."""
     try:
         objective = parse_objective(loss.objective, lk_eta=loss.lk_eta)
     except ValueError as error:

@@ -8,6 +8,7 @@ target's cannot be reached, from draft_config. Kept work and steps come from dat
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from specforge_trim.config import Config
 from specforge_trim.config_checks import check_draft, sequence_degrees
+from specforge_trim.config_training import RunConfig
 from specforge_trim.data.inspect_stats import Training, document_stats
 from specforge_trim.draft_commands import read_target_config
 from specforge_trim.draft_setup import draft_config, shares_head, sized_draft
@@ -26,7 +28,7 @@ from specforge_trim.summary import table
 from specforge_trim.target.embedded import EMBEDDED_TARGETS
 
 MB = 1 << 20
-_ITEM = {"float32": 4, "bfloat16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -76,17 +78,14 @@ def training_memory(
 
     tied: the target's head is its embedding.
     """
-    size, item = draft_size(draft), _ITEM[config.train.dtype]
+    size, item = draft_size(draft), ITEM_BYTES[config.train.dtype]
     width = 2 * draft.num_key_value_heads * draft.head_dim
     rows = config.attention.row_memory_mb or DEFAULT_ROW_MEMORY_MB[device]
     context = config.data.tokens_per_batch * draft.num_hidden_layers * width
     aux = config.attention.context_chunk_tokens * draft.num_aux_layers * draft.target_hidden_size
     head = item * draft.vocab_size * draft.target_hidden_size
-    weights = 16 * size.trained
-    if config.parallel.fsdp:  # whole weights and gradients while a step's micro-batches run
-        weights = weights // world_size + 8 * size.trained
     return {
-        "weights, gradients, Adam (fp32)": weights,
+        "weights, gradients, Adam (fp32)": weights_memory(config, size.trained, world_size),
         "target's embedding (fp32)": 4 * size.frozen,
         "target's head": 0 if shares_head(config, tied) else head,
         "context keys, values, gradients": int(
@@ -95,6 +94,14 @@ def training_memory(
         "one chunk of features": 2 * item * aux,
         "one row chunk": rows * MB,
     }
+
+
+def weights_memory(config: RunConfig, trained: int, world_size: int) -> int:
+    """Bytes of a rank's weights, their gradients and the two moments of AdamW."""
+    if not config.parallel.fsdp:
+        return 16 * trained
+    # Whole weights and gradients while a step's micro-batches run.
+    return 16 * trained // world_size + 8 * trained
 
 
 def _context_share(config: Config, world_size: int) -> float:
@@ -122,9 +129,7 @@ def plan_of_run(config: Config, *, world_size: int) -> str:
         kv_heads=draft.num_key_value_heads,
         layers=draft.num_hidden_layers,
     )
-    device = config.train.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_of(config)
     lines = ["plan of the run (nothing is loaded, nothing is written)", ""]
     rows = [
         ("target", config.model.target),
@@ -134,7 +139,7 @@ def plan_of_run(config: Config, *, world_size: int) -> str:
                       f"{draft.rope_parameters['rope_theta']:g}, "
                       f"up to {draft.max_position_embeddings:,}"),
         ("starts from", config.model.init_from or "new weights"),
-        ("output folder", _earlier_run(config)),
+        ("output folder", earlier_run(config)),
         ("layers read", _layers(draft)),
         ("steps", f"K = {config.loss.ttt_length}, {config.loss.loss_alignment}, "
                   f"{config.loss.chain}"),
@@ -147,11 +152,9 @@ def plan_of_run(config: Config, *, world_size: int) -> str:
     lines += ["", *_parameter_table(draft_size(draft))]
     tied = text is not None and bool(text.tie_word_embeddings)
     memory = training_memory(config, draft, device=device, world_size=world_size, tied=tied)
-    cells = [(name, f"{value / MB:,.0f}") for name, value in memory.items()]
-    cells.append(("all, per rank", f"{sum(memory.values()) / MB:,.0f}"))
-    lines += ["", *table(("memory of training", "MB"), cells)]
+    lines += ["", *memory_table(memory)]
     item = draft.num_hidden_layers * 2 * draft.num_key_value_heads * draft.head_dim
-    item *= _ITEM[config.train.dtype] + 4
+    item *= ITEM_BYTES[config.train.dtype] + 4
     lines.append(f"a token of context takes {item / 1024:.1f} KB of it")
     needs = {"online": config.data.online, "decode_every": config.evaluate.decode_every}
     loaded = [key for key, asked in needs.items() if asked]
@@ -161,7 +164,14 @@ def plan_of_run(config: Config, *, world_size: int) -> str:
     return "\n".join(lines)
 
 
-def _earlier_run(config: Config) -> str:
+def device_of(config: RunConfig) -> str:
+    """cpu or cuda, where this would train here."""
+    if config.train.device != "auto":
+        return config.train.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def earlier_run(config: RunConfig) -> str:
     """What this run would find in output_dir."""
     from specforge_trim.train.checkpoint_files import list_complete
 
@@ -175,7 +185,7 @@ def _earlier_run(config: Config) -> str:
 
 def _target_text(config: Config) -> tuple[Any | None, str]:
     """The target's text config, or None where only the network has it and draft_config says."""
-    path = _local_target(config)
+    path = local_target(config, config.model.target)
     has_sizes = config.model.draft_config is not None or config.model.init_from is not None
     try:
         return read_target_config(path, local_only=has_sizes).get_text_config(), "the target"
@@ -185,9 +195,8 @@ def _target_text(config: Config) -> tuple[Any | None, str]:
         return None, ""
 
 
-def _local_target(config: Config) -> str | Path:
-    """Where the target's files lie; an embedded one is not fetched for a plan."""
-    name = config.model.target
+def local_target(config: RunConfig, name: str) -> str | Path:
+    """Where a model's files lie; an embedded one is not fetched for a plan."""
     embedded = EMBEDDED_TARGETS.get(name.lower())
     if embedded is None or Path(name).is_dir():
         return name
@@ -248,9 +257,16 @@ def training_of(config: Config, draft: DraftConfig) -> Training:
     )
 
 
+def memory_table(memory: Mapping[str, int]) -> list[str]:
+    """Bytes on one rank by what they hold, and their sum."""
+    cells = [(name, f"{value / MB:,.0f}") for name, value in memory.items()]
+    cells.append(("all, per rank", f"{sum(memory.values()) / MB:,.0f}"))
+    return table(("memory of training", "MB"), cells)
+
+
 def _data_lines(config: Config, draft: DraftConfig, world_size: int) -> list[str]:
     """Steps and kept work of prepared data; else what would tell them."""
-    data = _prepared(config)
+    data = prepared(config, config.model.target)
     per_token = draft.num_aux_layers * draft.target_hidden_size * 2
     lines = [f"features on disk: {per_token / 1024:.1f} KB per token"]
     rows = _chunk_rows(config, draft)
@@ -271,36 +287,34 @@ def _data_lines(config: Config, draft: DraftConfig, world_size: int) -> list[str
             f"kept work with both trim flags: {total.fraction:.1%} of the full computation "
             f"({len(stats)} conversations looked at)"
         )
-    batches = math.ceil(tokens / config.data.tokens_per_batch)
     sharing = 1
     if config.attention.attention_backend == "usp":
         sharing = math.prod(sequence_degrees(config, world_size))
-    per_step = world_size // sharing * config.train.accumulate
-    steps = math.ceil(batches / per_step) * config.train.epochs
-    lines.append(f"steps: about {steps:,}" + _cap(config))
+    lines.append(steps_line(config, tokens, world_size // sharing))
     return lines
 
 
-def _cap(config: Config) -> str:
-    return "" if config.train.max_steps is None else f", at most {config.train.max_steps:,}"
+def steps_line(config: RunConfig, tokens: int, data_ranks: int) -> str:
+    """Optimizer steps over all epochs. data_ranks: those that train on different documents."""
+    batches = math.ceil(tokens / config.data.tokens_per_batch)
+    steps = math.ceil(batches / (data_ranks * config.train.accumulate)) * config.train.epochs
+    most = config.train.max_steps
+    return f"steps: about {steps:,}" + ("" if most is None else f", at most {most:,}")
 
 
 def _chunk_rows(config: Config, draft: DraftConfig) -> int:
     if config.attention.chunk_rows is not None:
         return config.attention.chunk_rows
-    device = config.train.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    megabytes = config.attention.row_memory_mb or DEFAULT_ROW_MEMORY_MB[device]
+    megabytes = config.attention.row_memory_mb or DEFAULT_ROW_MEMORY_MB[device_of(config)]
     return chunk_rows_for(
         draft.dims,
         config.loss.ttt_length,
-        itemsize=_ITEM[config.train.dtype],
+        itemsize=ITEM_BYTES[config.train.dtype],
         budget=megabytes * MB,
     )
 
 
-def _prepared(config: Config) -> Any | None:
+def prepared(config: RunConfig, target: str) -> Any | None:
     """The prepared data of this configuration when it lies in the cache, else None."""
     from transformers import AutoTokenizer
 
@@ -312,7 +326,9 @@ def _prepared(config: Config) -> Any | None:
     if not files or not all(file.is_file() for file in files):
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(_local_target(config), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            local_target(config, target), local_files_only=True
+        )
     except (OSError, ValueError):
         return None
     found = find_prepared(

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from specforge_trim.cli import add_version, quiet_transformers
 from specforge_trim.config import config_parser
 from specforge_trim.config_checks import check_fsdp
 from specforge_trim.lm_config import LmConfig, resolve
@@ -24,7 +25,7 @@ fine-tuning on the data's tokens (label_weight), by distillation from the target
 --stop-grad-context-tokens the backward runs these rows only, which changes the gradient:
 docs/draft_lm.md says what that gains and costs. Then the draft is exported and, with
 --eval-data, its acceptance length measured by speculative decoding. The same command
-continues an interrupted run.
+continues an interrupted run; SIGTERM and SIGINT (Ctrl-C) finish the step and save.
 
 example:
   torchrun --nproc_per_node 1 train_draft_lm.py --config examples/draft_lm/smollm2.yaml \\
@@ -38,14 +39,28 @@ def train_lm_command(argv: Sequence[str]) -> None:
         "--evaluate-only", action="store_true",
         help="measure the exported draft of output_dir again; trains nothing",
     )  # fmt: skip
+    parser.add_argument(
+        "--dry-run", action="store_true",
+        help="print the plan of the run (sizes, memory, steps) and stop: loads no weights",
+    )  # fmt: skip
+    add_version(parser)
     arguments = parser.parse_args(argv)
     config = resolve(arguments)
-    check_fsdp(config, int(os.environ.get("WORLD_SIZE", 1)))
+    # A plan needs no torchrun: alone, it is the plan of the fewest ranks that can run this.
+    alone = 2 if arguments.dry_run and config.parallel.fsdp else 1
+    ranks = int(os.environ.get("WORLD_SIZE", alone))
+    check_fsdp(config, ranks)
+    if arguments.dry_run:
+        from specforge_trim.lm_dry_run import plan_of_lm_run
+
+        quiet_transformers()
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(plan_of_lm_run(config, world_size=ranks))
+        return
     if arguments.evaluate_only and not config.evaluate.eval_data:
         raise ConfigError("--evaluate-only has nothing to measure on: pass --eval-data FILE")
 
     from specforge_trim import distributed
-    from specforge_trim.cli import quiet_transformers
     from specforge_trim.lm_pipeline import evaluate_lm_draft, train_lm_draft
 
     quiet_transformers()
@@ -54,11 +69,20 @@ def train_lm_command(argv: Sequence[str]) -> None:
         device=config.train.device, timeout_minutes=config.parallel.timeout_minutes
     )
     if not arguments.evaluate_only:
-        summary = train_lm_draft(config, world)
+        try:
+            summary = train_lm_draft(config, world)
+        except distributed.Stopped:
+            distributed.stop(world)
+            raise
         logger.info("trained %d steps; draft in %s", summary.steps, config.output_dir / "export")
         if summary.skipped_steps:
             logger.warning(
                 "%d steps had no supervised row and moved no weight", summary.skipped_steps
+            )
+        if summary.non_finite_steps:
+            logger.warning(
+                "%d steps moved no weight: a loss or gradient was not finite (named above)",
+                summary.non_finite_steps,
             )
     if config.evaluate.eval_data:
         report = world.together(

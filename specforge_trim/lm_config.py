@@ -5,35 +5,15 @@ The same YAML and flags as the EAGLE trainer's, and its sections where they say 
 
 from __future__ import annotations
 
-import dataclasses
-import typing
 from dataclasses import dataclass
 from typing import Any
 
 from specforge_trim import options
-from specforge_trim.config_checks import check_trackers
+from specforge_trim.config_checks import check_objective, check_run
 from specforge_trim.config_sections import DTYPES, DataConfig, ParallelConfig
 from specforge_trim.config_training import EvaluateConfig, RunConfig, TrackConfig, TrainConfig
-from specforge_trim.loss_terms import TERMS, parse_objective
+from specforge_trim.loss_terms import TERMS
 from specforge_trim.options import ConfigError, option, section
-
-
-def _section_without(base: type, name: str, *left_out: str) -> type:
-    """`base` without settings that have no meaning here."""
-    hints = typing.get_type_hints(base)
-    fields: list[Any] = [
-        (f.name, hints[f.name], dataclasses.field(default=f.default, metadata=f.metadata))
-        for f in dataclasses.fields(base)
-        if f.name not in left_out
-    ]
-    made = dataclasses.make_dataclass(
-        name, fields, frozen=True, namespace={"__doc__": base.__doc__}
-    )
-    made.__module__ = __name__
-    return made
-
-
-LmTrackConfig: Any = _section_without(TrackConfig, "LmTrackConfig", "profile")
 
 
 @dataclass(frozen=True)
@@ -109,7 +89,10 @@ class LmEvaluateConfig(EvaluateConfig):
     """Held-out conversations: loss while training, speculative decoding at the end."""
 
     held_out_every: int = option(
-        0, "optimizer steps between lines of heldout.jsonl; 0 = only at the end", at_least=0
+        0,
+        "optimizer steps between lines of heldout.jsonl, logged as eval/... too; 0 = only before "
+        "the first step and after the last",
+        at_least=0,
     )
 
 
@@ -123,16 +106,13 @@ class LmConfig(RunConfig):
     trim: LmTrimConfig = section(LmTrimConfig)
     parallel: ParallelConfig = section(ParallelConfig)
     train: TrainConfig = section(TrainConfig)
-    track: LmTrackConfig = section(LmTrackConfig)
+    track: TrackConfig = section(TrackConfig)
     evaluate: LmEvaluateConfig = section(LmEvaluateConfig)
 
     def __post_init__(self) -> None:
         options.check_limits(self)
-        check_trackers(self)
-        try:
-            parse_objective(self.loss.objective)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        check_run(self, backends=(self.trim.attention_backend,))
+        check_objective(self.loss)
         if not self.loss.label_weight and not self.loss.distill_weight:
             raise ConfigError(
                 "label_weight = 0 and distill_weight = 0 leave nothing to learn: raise one of them"

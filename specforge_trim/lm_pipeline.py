@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from specforge_trim.config import ConfigError
+from specforge_trim.config_checks import naming_folders
 from specforge_trim.data.prepared import PreparedData
 from specforge_trim.data.sources import document_weights, parse_source
 from specforge_trim.decode_report import EvalReport
@@ -72,29 +73,33 @@ class LmModels:
 
 def open_lm(config: LmConfig, world: World) -> LmModels:
     """Finds (fetches, converts) both models. Raises ValueError where they do not fit."""
-    from transformers import AutoConfig
 
     def place(name: str, role: str) -> str | Path:
-        return world.first(lambda: resolve_target(name, cache_dir=config.cache_dir, role=role))
+        with naming_folders(config):
+            return world.first(lambda: resolve_target(name, cache_dir=config.cache_dir, role=role))
 
     path = place(config.model.target, "target")
     draft_path = path if config.model.draft is None else place(config.model.draft, "draft")
 
-    def settle() -> LmModels:
-        for found in {path, draft_path}:
-            if isinstance(found, str):
-                check_hub(found)
-        text = AutoConfig.from_pretrained(path).get_text_config()
-        draft = AutoConfig.from_pretrained(draft_path)
-        check_model_type(draft.model_type)
-        own, rows = draft.vocab_size, text.vocab_size
-        if draft_path != path:
-            check_vocabulary(draft_path, path, draft_rows=own, target_rows=rows)
-            draft.vocab_size = rows
-        cut = _cut(draft, config.model.draft_layers)
-        return LmModels(path, draft_path, text, cut, refitted=own != rows)
+    return world.together(lambda: settle_lm(config, path, draft_path))
 
-    return world.together(settle)
+
+def settle_lm(config: LmConfig, path: str | Path, draft_path: str | Path) -> LmModels:
+    """Target and draft of two folders or hub ids. Raises ValueError where they do not fit."""
+    from transformers import AutoConfig
+
+    for found in {path, draft_path}:
+        if isinstance(found, str) and not Path(found).is_dir():
+            check_hub(found)
+    text = AutoConfig.from_pretrained(path).get_text_config()
+    draft = AutoConfig.from_pretrained(draft_path)
+    check_model_type(draft.model_type)
+    own, rows = draft.vocab_size, text.vocab_size
+    if draft_path != path:
+        check_vocabulary(draft_path, path, draft_rows=own, target_rows=rows)
+        draft.vocab_size = rows
+    cut = _cut(draft, config.model.draft_layers)
+    return LmModels(path, draft_path, text, cut, refitted=own != rows)
 
 
 def _cut(draft: Any, layers: int | None) -> Any:
@@ -176,7 +181,7 @@ def soft_targets(config: LmConfig, models: LmModels, world: World) -> SoftTarget
 def train_lm_draft(config: LmConfig, world: World) -> LmSummary:
     """All phases up to the trained draft, exported to output_dir/export."""
     world.together(lambda: _check_files(config))  # before the models are fetched
-    with only_run(config.output_dir, world):
+    with naming_folders(config), only_run(config.output_dir, world):
         models = open_lm(config, world)
         if config.evaluate.eval_data:  # decoded at the end: refused before hours of training
             held_out_prompts(config, models, world)

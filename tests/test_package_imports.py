@@ -50,8 +50,8 @@ MAY_IMPORT = {
 # Entry points: they may import everything, and nothing imports them.
 ENTRY_POINTS = {
     "cli", "draft_commands", "draft_setup", "dry_run", "running", "quickstart", "feature_sources",
-    "first_draft", "pipeline", "regeneration", "reports", "results", "lm_cli", "lm_evaluate",
-    "lm_pipeline", "lm_vocabulary", "training_decoding", "__main__",
+    "first_draft", "pipeline", "regeneration", "reports", "results", "lm_cli", "lm_dry_run",
+    "lm_evaluate", "lm_pipeline", "lm_vocabulary", "training_decoding", "__main__",
 }  # fmt: skip
 OPTIONAL = {
     "flash_attn", "yunchang", "triton", "wandb", "tensorboard", "gguf", "accelerate", "pyarrow",

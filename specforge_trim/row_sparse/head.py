@@ -26,7 +26,7 @@ from specforge_trim.objective.products import add_product_, product, work_dtype
 CHUNK_TOKENS = 8192
 # Logits of a block in elements, 64 MB and 1 GB in fp32; three such tables are held. Every block
 # reads and writes the head's whole gradient, so that small ones cost more than they save.
-_BLOCK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
+BLOCK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
 _MIN_ROWS = 16
 
 
@@ -150,7 +150,7 @@ class _Block:
 
 
 def _blocks(count: int, vocab: int, device: torch.device, chunk_tokens: int) -> Iterator[slice]:
-    most = max(_MIN_ROWS, _BLOCK_ELEMENTS[device.type] // vocab)
+    most = max(_MIN_ROWS, BLOCK_ELEMENTS[device.type] // vocab)
     most = max(1, min(most, chunk_tokens))
     # Near-equal blocks, so that none is a sliver that is slow for its size.
     size = max(1, -(-count // max(1, -(-count // most))))

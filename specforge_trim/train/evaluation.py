@@ -78,7 +78,7 @@ class Evaluation:
     def measure(self, step: int, total: int) -> dict[str, Any]:
         """What is due after optimizer step `step`, for its row; reached by every rank."""
         values: dict[str, Any] = {}
-        with _undisturbed(self._model), self._whole():
+        with undisturbed(self._model), self._whole():
             if self._forced_due(step, total):
                 values |= self._teacher_forced()
             if self._held_out.decoder is not None and self._decoding_due(step, total):
@@ -161,7 +161,7 @@ class Best:
 
 
 @contextmanager
-def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
+def undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode inside; training mode and the random state as before afterwards."""
     was_training = model.training
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []

@@ -10,20 +10,27 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from specforge_trim.distributed import World
 from specforge_trim.parallel.comm import RankGroup
-from specforge_trim.train.batch import Batch
 from specforge_trim.train.metrics import StepCounts
-from specforge_trim.train.stages import StepResult
 
 logger = logging.getLogger(__name__)
+Batch = TypeVar("Batch")  # of either trainer
 
 
-def all_finite(results: Sequence[StepResult], norm: float, world: World) -> bool:
+class HasLoss(Protocol):
+    """What a micro-batch gave; loss: a tensor of any shape."""
+
+    @property
+    def loss(self) -> Tensor: ...
+
+
+def all_finite(results: Sequence[HasLoss], norm: float, world: World) -> bool:
     """Whether the losses on every rank and the gradients' sum are finite.
 
     norm: of the sum, the same on every rank. One agreement, reached by every rank: ranks that
@@ -44,7 +51,7 @@ def name_documents(
     documents: Iterable[tuple[str, Batch]],
     *,
     model: nn.Module,
-    run: Callable[[Batch], StepResult],
+    run: Callable[[Batch], HasLoss],
     world: World,
     group: RankGroup | None,
 ) -> None:

@@ -5,9 +5,9 @@ Letters: T tokens, R kept rows.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from specforge_trim.row_sparse import RowPlan, loss_rows, plan_rows
 from specforge_trim.train import wire
+from specforge_trim.train.loader import document_name
 from specforge_trim.train.sampler import Schedule
 from specforge_trim.train.workers import start_worker, surviving
 
@@ -45,7 +46,7 @@ class LmBatch:
     weights     [head_rows], 1 where the row's loss counts; None = everywhere
     num_loss_rows            rows whose loss counts
     cu_seqlens               int64 [docs+1]
-    sources                  places of the documents, for messages
+    numbers                  of the documents, as the loader knows them
     """
 
     input_ids: Tensor
@@ -56,7 +57,7 @@ class LmBatch:
     weights: Tensor | None
     num_loss_rows: int
     cu_seqlens: Tensor
-    sources: tuple[str, ...] = ()
+    numbers: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -84,7 +85,6 @@ def make_lm_batch(documents: Sequence[Any], plan: LmPlan) -> LmBatch:
         weights=weights,
         num_loss_rows=rows.num_kept,
         cu_seqlens=cu,
-        sources=tuple(document.source for document in documents),
     )
 
 
@@ -103,7 +103,8 @@ class _Planned(Dataset):
         if not numbers:
             return None
         try:
-            return wire.pack(make_lm_batch([self.documents[n] for n in numbers], self.plan))
+            batch = make_lm_batch([self.documents[n] for n in numbers], self.plan)
+            return wire.pack(replace(batch, numbers=numbers))
         except (ValueError, OSError) as error:
             return error  # raised in the main process, without the loader's traceback
 
@@ -121,6 +122,12 @@ class LmLoader:
     plan: LmPlan
     rank: int
     num_workers: int
+
+    def documents_of(self, batches: Sequence[LmBatch]) -> Iterator[tuple[str, LmBatch]]:
+        """Each document of these batches: its name, and a batch of it alone."""
+        for number in (n for batch in batches for n in batch.numbers):
+            document = self.documents[number]
+            yield document_name(document), make_lm_batch([document], self.plan)
 
     def steps(self, start: int) -> Generator[list[LmBatch], None, None]:
         """The non-empty micro-batches of each optimizer step from `start` to the end."""

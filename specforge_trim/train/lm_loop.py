@@ -8,11 +8,10 @@ rank reaches every collective, whatever its data.
 from __future__ import annotations
 
 import logging
-import math
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,17 +19,24 @@ from torch import nn
 
 from specforge_trim.config_training import RunConfig
 from specforge_trim.distributed import World, sum_gradients
+from specforge_trim.train.evaluation import undisturbed
 from specforge_trim.train.gradients import FullySharded
-from specforge_trim.train.guards import refuse_too_many
+from specforge_trim.train.guards import (
+    all_finite,
+    clear_gradients,
+    name_documents,
+    refuse_too_many,
+)
 from specforge_trim.train.keeper import About, Keeper
 from specforge_trim.train.lm_batch import LmBatch, LmLoader, LmPlan, TokenDocuments, make_lm_batch
 from specforge_trim.train.lm_step import LmResult, LmStepSettings, SoftTargets, lm_step
-from specforge_trim.train.memory import PeakMemory
+from specforge_trim.train.metrics import Throughput
 from specforge_trim.train.optimizer import (
     build_optimizer,
     clip_gradients,
     set_learning_rate,
 )
+from specforge_trim.train.profiling import profiled
 from specforge_trim.train.sampler import Schedule
 from specforge_trim.train.settings import rate_of
 from specforge_trim.train.stages import ensure_gradients
@@ -43,6 +49,7 @@ logger = logging.getLogger(__name__)
 class _Reducer(Protocol):
     def begin(self) -> None: ...
     def finish(self) -> None: ...
+    def whole(self) -> AbstractContextManager[None]: ...
 
 
 class _Replicated:
@@ -57,13 +64,17 @@ class _Replicated:
     def finish(self) -> None:
         sum_gradients(self._model.parameters(), self._world)
 
+    def whole(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
 
 @dataclass(frozen=True)
 class LmSummary:
-    """Optimizer steps done, those without a loss row, the last row of metrics."""
+    """Optimizer steps done, those without a loss row or left out, the last row of metrics."""
 
     steps: int
     skipped_steps: int
+    non_finite_steps: int
     last_row: Mapping[str, Any] | None
 
 
@@ -136,93 +147,107 @@ class _Run:
         options, keep, total = self.config.train, self.keep, self.loader.schedule.total_steps
         if done >= total:
             logger.info("nothing left to train: %d of %d steps are done", done, total)
-            return LmSummary(done, keep.skipped, None)
-        path = self.config.output_dir / "heldout.jsonl"
-        held = JsonLines(path, resume_step=done, write=self.world.is_main)
+            return LmSummary(done, keep.skipped, keep.non_finite, None)
+        asked, folder = self.config.track.profile, self.config.output_dir / "profile"
+        profiling = profiled(asked, folder, world=self.world, done=done, total=total)
+        held = self._held_out_file(done)
         if done == 0:
             self._measure(held, 0)
-        row = None
-        loading = closing(self.loader.steps(done))
+        row: dict[str, Any] | None = None
+        clock = Throughput(self.world)
         trackers = closing(open_trackers(self.config, done=done, world=self.world))
-        bar = Progress(total=total, done=done, show=self.world.is_main)
+        # After what may fail: an error has a line of its own.
+        progress = closing(Progress(total=total, done=done, show=self.world.is_main))
+        loading = closing(self.loader.steps(done))
         with (
             counted_steps(done, self.world) as steps,
             loading as made_ahead,
-            closing(bar),
+            progress as bar,
             trackers as log,
-            _Clock(self.world) as clock,
+            profiling as profiler,
         ):
-            for step, batches in steps.until_stopped(made_ahead):
+            for step, batches in steps.until_stopped(clock.waiting(made_ahead)):
                 counts = _count(batches, self.world)
-                results, norm = list[LmResult](), None
-                if counts.loss_rows:
-                    results = self._gradients(batches, counts)
-                    norm = self._update(step, batches)
-                else:
+                clock.add(counts)
+                results, norm = self._gradients(batches, counts)
+                if not counts.loss_rows:
                     keep.skipped += 1  # no supervised row on any rank: no weight may move or decay
-                clock.add(counts.rows)
-                if step % options.log_every == 0 or step == total:
+                elif all_finite(results, norm, self.world):
+                    self._update(step)
+                else:
+                    counts = self._leave_out(step, batches, counts)
+                measures = self._is_due(step, total)
+                if step % options.log_every == 0 or step == total or measures:
                     row = self._row(step, results, norm, counts) | clock.read()
-                    log.write(row)
-                bar.update(None)
+                    if measures:
+                        row |= self._measure(held, step)
+                        clock.leave_out()
+                    self.world.together(partial(log.write, row))
+                bar.update(row)
                 if step == total or (options.save_every and step % options.save_every == 0):
                     keep.save(step)
-                if self._is_due(step, total):
-                    self._measure(held, step)
+                profiler.step()
             if steps.stopped:
                 keep.save(steps.done)
                 raise stopped_by(steps.stopped, steps.done)
-        return LmSummary(total, keep.skipped, row)
+        return LmSummary(total, keep.skipped, keep.non_finite, row)
 
-    def _gradients(self, batches: Sequence[LmBatch], counts: _Counts) -> list[LmResult]:
-        """Gradients of one optimizer step, summed over micro-batches and ranks."""
+    def _gradients(
+        self, batches: Sequence[LmBatch], counts: _Counts
+    ) -> tuple[list[LmResult], float]:
+        """Results of these micro-batches, and the norm of their gradients' sum over ranks.
+
+        The sum is left in the model, scaled down to max_grad_norm. Without a loss on any rank
+        nothing is run: [], 0.
+        """
+        if not counts.loss_rows:
+            return [], 0.0
         self.reducer.begin()
-        settings = self.settings
-        results = [
-            lm_step(
-                self.model,
-                batch,
-                num_loss_rows=counts.loss_rows,
-                settings=settings,
-                targets=self.targets if settings.distill_weight else None,
-            )
-            for batch in batches
-        ]
+        results = [self._one(batch, counts) for batch in batches]
         self.reducer.finish()
-        return results
+        return results, float(clip_gradients(self.model, self.config.train.max_grad_norm))
+
+    def _one(self, batch: LmBatch, counts: _Counts) -> LmResult:
+        settings = self.settings
+        return lm_step(
+            self.model,
+            batch,
+            num_loss_rows=counts.loss_rows,
+            settings=settings,
+            targets=self.targets if settings.distill_weight else None,
+        )
 
     def _rate(self, step: int) -> float:
         return rate_of(self.config.train, step, total_steps=self.loader.schedule.total_steps)
 
-    def _update(self, step: int, batches: Sequence[LmBatch]) -> float | None:
-        """One step on the gradients' sum; their norm before clipping.
-
-        A step whose gradient is not finite is left out: every rank holds the same norm, so all of
-        them leave it out and name their documents. Raises ValueError when there are too many.
-        """
-        options, keep = self.config.train, self.keep
-        norm = float(clip_gradients(self.model, options.max_grad_norm))
-        finite = math.isfinite(norm)
-        if finite:
-            set_learning_rate(self.optimizer, self._rate(step))
-            self.optimizer.step()
-        else:
-            keep.non_finite += 1
-            names = ", ".join(source for batch in batches for source in batch.sources)
-            logger.error(
-                "step %d left out, its gradient is not finite; this rank: %s", step, names
-            )
+    def _update(self, step: int) -> None:
+        """One step of the optimizer on the gradients' clipped sum."""
+        set_learning_rate(self.optimizer, self._rate(step))
+        self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
-        if not finite:
-            refuse_too_many(keep.non_finite, options.max_non_finite_steps)
-        return norm if finite else None
+
+    def _leave_out(self, step: int, batches: Sequence[LmBatch], counts: _Counts) -> _Counts:
+        """Names the documents of a step that is not finite and counts it; no row has a loss."""
+        self.keep.non_finite += 1
+        clear_gradients(self.model)
+        with self.reducer.whole():
+            name_documents(
+                step,
+                self.loader.documents_of(batches),
+                model=self.model,
+                run=lambda batch: self._one(batch, counts),
+                world=self.world,
+                group=None,
+            )
+        refuse_too_many(self.keep.non_finite, self.config.train.max_non_finite_steps)
+        return replace(counts, loss_rows=0.0)
 
     def _row(
-        self, step: int, results: Sequence[LmResult], norm: float | None, counts: _Counts
+        self, step: int, results: Sequence[LmResult], norm: float, counts: _Counts
     ) -> dict[str, Any]:
-        """A row of metrics.jsonl."""
-        has_target = self.settings.distill_weight > 0
-        sums = _sum(results, self.world)
+        """A row of metrics.jsonl; nulls for a step that moved no weight. norm: before clipping."""
+        moved, has_target = counts.loss_rows > 0, self.settings.distill_weight > 0
+        sums = _sum(results if moved else (), self.world)
         return {
             "step": step,
             "epoch": self.loader.schedule.epoch_of(step - 1),
@@ -231,23 +256,30 @@ class _Run:
             "rows": int(counts.rows),
             "loss_rows": int(counts.loss_rows),
             "perf/lm_head_token_fraction": counts.head_rows / counts.rows if counts.rows else None,
-            "grad_norm": norm,
+            "grad_norm": norm if moved else None,
             "skipped_steps": self.keep.skipped,
             "non_finite_steps": self.keep.non_finite,
         }
 
     def _is_due(self, step: int, total: int) -> bool:
-        every = 0 if self.held_out is None else self.held_out.every
-        return step == total or (every > 0 and step % every == 0)
-
-    def _measure(self, file: JsonLines, step: int) -> None:
         if self.held_out is None:
-            return
-        self.reducer.begin()  # whole weights
-        found = measure(
-            self.model, self.held_out.documents, self.settings, self.targets, self.world
-        )
-        file.write({"step": step, **found})
+            return False
+        return step == total or (self.held_out.every > 0 and step % self.held_out.every == 0)
+
+    def _held_out_file(self, done: int) -> JsonLines:
+        path, main = self.config.output_dir / "heldout.jsonl", self.world.is_main
+        return self.world.together(lambda: JsonLines(path, resume_step=done, write=main))
+
+    def _measure(self, file: JsonLines, step: int) -> dict[str, Any]:
+        """eval/..., for a row of metrics.jsonl; the same goes to heldout.jsonl."""
+        if self.held_out is None:
+            return {}
+        with undisturbed(self.model), self.reducer.whole():
+            found = measure(
+                self.model, self.held_out.documents, self.settings, self.targets, self.world
+            )
+        self.world.together(partial(file.write, {"step": step, **found}))
+        return {f"eval/{key}": value for key, value in found.items()}
 
 
 # ---------------------------------------------------------------------- counts and metrics
@@ -260,6 +292,7 @@ class _Counts:
     rows: float
     head_rows: float
     loss_rows: float
+    kept_flops: None = None  # not counted
 
 
 def _count(batches: Sequence[LmBatch], world: World) -> _Counts:
@@ -314,35 +347,3 @@ def measure(
             )
     count = float(world.sum(rows))
     return _per_row(_sum(results, world), count, settings, targets is not None)
-
-
-class _Clock:
-    """Speed over all ranks since the last reading, and this rank's peak memory."""
-
-    def __init__(self, world: World) -> None:
-        self._memory = PeakMemory(world.device)
-        self._start = self._since = time.perf_counter()
-        self._rows, self._steps = 0.0, 0
-
-    def __enter__(self) -> _Clock:
-        self._memory.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._memory.__exit__(*error)
-
-    def add(self, rows: float) -> None:
-        self._rows += rows
-        self._steps += 1
-
-    def read(self) -> dict[str, float]:
-        now = time.perf_counter()
-        passed, steps = now - self._since, max(1, self._steps)
-        values = {
-            "perf/tokens_per_second": self._rows / passed,
-            "perf/peak_memory_mb": self._memory.read() / 2**20,
-            "time/step_seconds": passed / steps,
-            "time/seconds": now - self._start,
-        }
-        self._since, self._rows, self._steps = now, 0.0, 0
-        return values

@@ -30,7 +30,7 @@ from specforge_trim.train.lm_batch import LmBatch
 from specforge_trim.train.stages import ensure_gradients
 
 # Rows of a teacher's table [rows, V] in elements: 64 MB in fp32 on a CPU, 1 GB.
-_TABLE_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
+TABLE_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,11 @@ class LmResult:
     correct: Tensor
     distill_loss: Tensor
     accept: Tensor
+
+    @property
+    def loss(self) -> Tensor:
+        """Finite where both losses are."""
+        return self.label_loss + self.distill_loss
 
 
 def lm_step(
@@ -172,7 +177,7 @@ class _Head:
         states = states.to(self.hidden.dtype)
         sums = torch.zeros(2, dtype=work, device=device)
         learn = self.learn and settings.distill_weight > 0
-        size = max(16, _TABLE_ELEMENTS[device.type] // self.weight.shape[0])
+        size = max(16, TABLE_ELEMENTS[device.type] // self.weight.shape[0])
         for a in range(0, self.hidden.shape[0], size):
             part = slice(a, a + size)
             with torch.no_grad():

@@ -108,6 +108,11 @@ def _as_it_is(item: Any) -> Any:
     return item
 
 
+def document_name(document: Any) -> str:
+    """How a log calls a tokenised document."""
+    return f"{document.source} (document {document.doc_id[:12]})"
+
+
 class BatchLoader:
     """This rank's batches in order, from a step on, made ahead by loader processes."""
 
@@ -137,8 +142,7 @@ class BatchLoader:
     def documents(self) -> Iterator[tuple[str, Batch]]:
         """Each document of the step yielded last: its name, and a batch of it alone."""
         for number in self._numbers:
-            document = self._documents.tokens(number)
-            name = f"{document.source} (document {document.doc_id[:12]})"
+            name = document_name(self._documents.tokens(number))
             yield name, self._planned.batch((number,), torch.ones(1, dtype=torch.bool))
 
     def steps(self, start: int) -> Generator[list[Batch], None, None]:

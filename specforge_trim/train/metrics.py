@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -119,18 +119,29 @@ def _ratio(top: float, bottom: float) -> float | None:
     return top / bottom if bottom else None
 
 
+class Work(Protocol):
+    """What a step covered: rows of the streams, FLOPs done (None = not counted)."""
+
+    @property
+    def rows(self) -> float: ...
+    @property
+    def kept_flops(self) -> float | None: ...
+
+
 class Throughput:
     """Speed over all ranks since the last reading, and this rank's peak memory."""
 
     def __init__(self, world: World) -> None:
         self._memory = PeakMemory(world.device)
         self._start = self._since = time.perf_counter()
-        self._rows = self._flops = self._waited = 0.0
+        self._rows = self._waited = 0.0
+        self._flops: float | None = None
         self._steps = 0
 
-    def add(self, counts: StepCounts) -> None:
+    def add(self, counts: Work) -> None:
         self._rows += counts.rows
-        self._flops += counts.kept_flops
+        if counts.kept_flops is not None:
+            self._flops = (self._flops or 0.0) + counts.kept_flops
         self._steps += 1
 
     def leave_out(self) -> None:
@@ -154,18 +165,20 @@ class Throughput:
         """Values since the last call; `time/seconds` counts from the start of this process.
 
         perf/gflops_per_second counts the FLOPs of the packs (plan/cost.py: the draft's matrix
-        products, without the teacher), so it is work done, not work left out.
+        products, without the teacher), so it is work done, not work left out. Left out where
+        they are not counted.
         """
         now = time.perf_counter()
         passed = now - self._since
         values = {
             "perf/tokens_per_second": self._rows / passed,
-            "perf/gflops_per_second": self._flops / passed / 1e9,
             "perf/peak_memory_mb": self._memory.read() / 2**20,
             "time/step_seconds": passed / self._steps,
             "time/loader_wait_seconds": self._waited / self._steps,
             "time/seconds": now - self._start,
         }
-        self._since, self._rows, self._flops = now, 0.0, 0.0
+        if self._flops is not None:
+            values["perf/gflops_per_second"] = self._flops / passed / 1e9
+        self._since, self._rows, self._flops = now, 0.0, None
         self._steps, self._waited = 0, 0.0
         return values

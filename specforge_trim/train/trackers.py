@@ -178,7 +178,7 @@ class WeightsAndBiases:
 
 
 class Progress:
-    """A tqdm bar over optimizer steps: loss, acceptance per TTT step, speed, kept work, ETA."""
+    """A tqdm bar over optimizer steps: loss, acceptance, speed, kept work, ETA."""
 
     def __init__(self, *, total: int, done: int, show: bool) -> None:
         self._bar = tqdm(
@@ -188,18 +188,26 @@ class Progress:
     def update(self, row: Mapping[str, Any] | None) -> None:
         """Advances by one step; `row` is the newest metrics row."""
         if row is not None and row["loss"] is not None:
-            steps = [f"{row[k]:.2f}" for k in acceptance_keys(row) if row[k] is not None]
-            self._bar.set_postfix_str(
-                f"loss {row['loss']:.3f}, acc {row['accuracy/0'] or 0.0:.2f}, "
-                f"accept {' '.join(steps)} = {row['acceptance_length']:.2f}, "
-                f"{row['perf/tokens_per_second']:.0f} tok/s, "
-                f"kept work {row['perf/kept_flops_fraction']:.0%}",
-                refresh=False,
-            )
+            self._bar.set_postfix_str(_described(row), refresh=False)
         self._bar.update()
 
     def close(self) -> None:
         self._bar.close()
+
+
+def _described(row: Mapping[str, Any]) -> str:
+    """A row in brief: of an EAGLE draft, whose values are per TTT step, or of a dense model."""
+    speed = f"{row['perf/tokens_per_second']:.0f} tok/s"
+    if "acceptance_length" not in row:
+        accept = f"accept {row['acceptance']:.2f}, " if "acceptance" in row else ""
+        head = f"head rows {row['perf/lm_head_token_fraction']:.0%}"
+        return f"loss {row['loss']:.3f}, acc {row['accuracy']:.2f}, {accept}{speed}, {head}"
+    steps = [f"{row[k]:.2f}" for k in acceptance_keys(row) if row[k] is not None]
+    return (
+        f"loss {row['loss']:.3f}, acc {row['accuracy/0'] or 0.0:.2f}, "
+        f"accept {' '.join(steps)} = {row['acceptance_length']:.2f}, {speed}, "
+        f"kept work {row['perf/kept_flops_fraction']:.0%}"
+    )
 
 
 def acceptance_keys(row: Mapping[str, Any]) -> list[str]:
