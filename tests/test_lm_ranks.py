@@ -1,4 +1,4 @@
-"""train_draft_lm.py on two ranks against one: data parallel and FSDP2, resumed, exported, decoded.
+"""train_draft_lm.py under torchrun on two ranks against one: data parallel and FSDP2, resumed, exported, decoded.
 
 Catches: a gradient that is a mean over ranks, a rank without a supervised row that waits or is
 waited for, a denominator of one rank, FSDP2 that loses the head's gradient (which is added by
@@ -15,15 +15,11 @@ from pathlib import Path
 import lm_ranks
 import pytest
 import torch
-from ranks import run_world
 from safetensors.torch import load_file
 from test_parallel_runs import forget_after
 from tiny import metric_rows, save_tiny_target, write_conversations
 
 from specforge_trim.lm_cli import train_lm_main
-from specforge_trim.lm_config import LmConfig
-from specforge_trim.lm_pipeline import train_lm_draft
-from specforge_trim.options import build, read_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 CUT = ("--stop-grad-context-tokens",)
@@ -101,33 +97,6 @@ def rows_of_ranks(folder):
 def assert_one_rank_was_empty(folder):
     first, second = rows_of_ranks(folder)
     assert any((a == 0) != (b == 0) for a, b in zip(first, second, strict=True)), (first, second)
-
-
-def train_here(world, place, cases):
-    for where, name, other in lm_ranks.patches():
-        setattr(where, name, other)
-    for name, flags in cases.items():
-        values = read_yaml(place / "recipe.yaml", LmConfig)
-        out = place / name
-        os.environ["LOSS_ROWS"] = str(place / f"rows {name}")
-        values |= {"output_dir": str(out), **flags}
-        train_lm_draft(build(LmConfig, values), world)
-
-
-def test_two_ranks_train_as_one_rank_that_accumulates(place, blanked, tmp_path):
-    """Data parallel fine-tuning and FSDP2 distillation, gradients cut, one rank empty."""
-    cut = {"stop_grad_context_tokens": True}
-    tune = {"label_weight": 1.0, "distill_weight": 0.0}
-    cases = {"tune": cut | tune, "distil": cut | {"fsdp": True}}
-    for name in cases:
-        (place / f"rows {name}").mkdir()
-    run_world(2, train_here, tmp_path, place, cases)
-    for name in cases:
-        assert_one_rank_was_empty(place / f"rows {name}")
-        compare(place / name, alone(place, name))
-
-
-# ---------------------------------------------------------------------- torchrun
 
 
 def torchrun(place, name, *flags, script="tests/lm_ranks.py"):

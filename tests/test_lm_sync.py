@@ -28,8 +28,8 @@ from specforge_trim.train.lm_step import LmStepSettings, lm_step
 
 @pytest.fixture(autouse=True)
 def blocks_of_a_gpu(monkeypatch):
-    for module, name in ((head, "_BLOCK_ELEMENTS"), (linear_loss_module, "_BLOCK_ELEMENTS"),
-                         (step_module, "_TABLE_ELEMENTS")):  # fmt: skip
+    for module, name in ((head, "BLOCK_ELEMENTS"), (linear_loss_module, "_BLOCK_ELEMENTS"),
+                         (step_module, "TABLE_ELEMENTS")):  # fmt: skip
         sizes = getattr(module, name)
         monkeypatch.setitem(sizes, "meta", sizes["cuda"])
     monkeypatch.setattr(functions, "select_kernel", lambda *_, **__: torch_cpu.KERNEL)

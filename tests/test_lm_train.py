@@ -119,7 +119,7 @@ def soft_targets(teacher_model):
 @pytest.mark.parametrize("skip_head", [True, False])
 @pytest.mark.parametrize("masks", [MASKS, ["0000", "000"]], ids=["some", "none"])
 def test_distillation_equals_autograd_on_the_targets_distribution(masks, skip_head, monkeypatch):
-    monkeypatch.setattr(lm_step_module, "_TABLE_ELEMENTS", {"cpu": 1})  # 16 rows of 37 at once
+    monkeypatch.setattr(lm_step_module, "TABLE_ELEMENTS", {"cpu": 1})  # 16 rows of 37 at once
     stream = make_stream(masks)
     kept, count = stream.kept(), int(stream.kept().sum())
     target = make_model("llama", seed=3, num_hidden_layers=4, hidden_size=32)
