@@ -257,7 +257,7 @@ SECTIONS = (
         "Head at kept rows of a dense model",
         "row_sparse_head.jsonl",
         head_table,
-        "python benchmarks/bench_row_sparse.py --head --head-tokens 4096 --kept 0.1 0.2 0.5 1.0",
+        "python benchmarks/bench_row_sparse.py --head --head-tokens 2048 --kept 0.1 0.2 0.5 1.0",
     ),
     (
         "Shared sequences: bytes and FLOPs per rank, a draft of Llama-3-8B's size",

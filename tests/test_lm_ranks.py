@@ -1,4 +1,4 @@
-"""train_draft_lm.py under torchrun on two ranks against one: data parallel and FSDP2, resumed, exported, decoded.
+"""train_draft_lm.py under torchrun on two ranks against one, replicated and FSDP2.
 
 Catches: a gradient that is a mean over ranks, a rank without a supervised row that waits or is
 waited for, a denominator of one rank, FSDP2 that loses the head's gradient (which is added by
