@@ -4,7 +4,8 @@ The step runs on the meta device, whose tensors have no values: `.item()`, `.tol
 `nonzero`, an index by a mask and every other copy to the host raise there, in forward, losses and
 backward alike. The plan's integers are on the CPU and stay readable, as they are beside a GPU.
 
-Catches what a trap of operators on a CPU cannot see: `.tolist()` and `.cpu()` of device tensors.
+Catches what a trap of operators on a CPU cannot see: `.tolist()` and `.cpu()` of device tensors,
+and copies to the device that block. In bf16, since the attention kernel of fp32 has no meta form.
 """
 
 import contextlib
@@ -15,12 +16,12 @@ import pytest
 import torch
 from lm_case import make_model, make_stream
 from test_lm_train import documents, soft_targets
+from test_stages_sync import Elsewhere
 from torch import nn
 
 import specforge_trim.objective.linear_loss as linear_loss_module
-from specforge_trim.attention.kernels import torch_cpu
 from specforge_trim.loss_terms import parse_objective
-from specforge_trim.row_sparse import RowSparseSettings, enable_row_sparse, functions, head
+from specforge_trim.row_sparse import RowSparseSettings, enable_row_sparse, head
 from specforge_trim.train import lm_step as step_module
 from specforge_trim.train.lm_batch import LmPlan, make_lm_batch
 from specforge_trim.train.lm_step import LmStepSettings, lm_step
@@ -32,7 +33,6 @@ def blocks_of_a_gpu(monkeypatch):
                          (step_module, "TABLE_ELEMENTS")):  # fmt: skip
         sizes = getattr(module, name)
         monkeypatch.setitem(sizes, "meta", sizes["cuda"])
-    monkeypatch.setattr(functions, "select_kernel", lambda *_, **__: torch_cpu.KERNEL)
     # The meta device has no autocast; the step's is off here anyway.
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
 
@@ -76,16 +76,17 @@ def test_a_step_asks_nothing(family, skip_head, cut, checkpointing):
         RowSparseSettings(skip_head, cut), label_weight=0.5, distill_weight=0.5,
         objective=parse_objective("0.5*soft_ce+0.5*tv"),
     )  # fmt: skip
-    target = make_model("llama", seed=3, dtype=torch.float32).to("meta")
+    target = make_model("llama", seed=3, dtype=torch.bfloat16).to("meta")
     targets = replace(soft_targets(target), decoder=Decoder(target.model.embed_tokens))
     for name in ("draft_to_target", "t2d"):  # read once, when the teacher is made
         object.__setattr__(targets.teacher, name, getattr(targets.teacher, name).to("meta"))
-    model = make_model(family, dtype=torch.float32).to("meta")
+    model = make_model(family, dtype=torch.bfloat16).to("meta")
     enable_row_sparse(model, settings.row_sparse)
     if checkpointing:
         model.activation_checkpointing_enable()
     batch = make_lm_batch(documents(stream), LmPlan(skip_head))
     assert batch.plan.keep.device.type == "cpu"  # made in the loader
-    result = lm_step(model, batch, num_loss_rows=9.0, settings=settings, targets=targets)
+    with Elsewhere():  # copies to it do not block, either
+        result = lm_step(model, batch, num_loss_rows=9.0, settings=settings, targets=targets)
     assert result.distill_loss.is_meta
     assert all(p.grad.is_meta for p in model.parameters())

@@ -65,7 +65,9 @@ class Rotary(nn.Module):
         work = at_least_fp32(dtype)
         key = (positions.device, work)
         if key not in self._on:
-            self._on[key] = self._inv_freq.to(device=positions.device, dtype=work)
+            self._on[key] = self._inv_freq.to(
+                device=positions.device, dtype=work, non_blocking=True
+            )
         angle = positions.to(work)[:, None] * self._on[key]
         return (angle.cos() * self.scale)[:, None], (angle.sin() * self.scale)[:, None]
 

@@ -113,7 +113,8 @@ def label_loss(
     """
     kept, labels = hidden_TD.index_select(0, keep_R), labels_T.index_select(0, keep_R)
     work = work_dtype(kept.dtype)
-    scale = torch.as_tensor(row_scale, dtype=work, device=kept.device).expand(kept.shape[0])
+    scale = torch.as_tensor(row_scale, dtype=work).to(kept.device, non_blocking=True)
+    scale = scale.expand(kept.shape[0])
     loss, *rows = _Loss.apply(kept, weight, bias, labels, scale, form, chunk_tokens, weight_grad)
     return loss, _expand(hidden_TD.shape[0], keep_R, *rows)
 

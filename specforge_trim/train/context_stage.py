@@ -80,7 +80,7 @@ class ContextChunk:
             done += hi - lo
         return ChunkStep(
             row_slice=(0, done),
-            rows=self.tokens.to(device),
+            rows=self.tokens.to(device, non_blocking=True),
             loss_index=_NONE,
             teacher_index=_NONE,
             loss_slice=(0, 0),

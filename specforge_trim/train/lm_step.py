@@ -62,7 +62,7 @@ class SoftTargets:
         edges = batch.cu_seqlens.tolist()
         parts = [
             self.decoder(
-                input_ids=batch.input_ids[a:b].to(device)[None], use_cache=False
+                input_ids=batch.input_ids[a:b].to(device, non_blocking=True)[None], use_cache=False
             ).last_hidden_state[0]
             for a, b in zip(edges[:-1], edges[1:], strict=True)
         ]
@@ -114,14 +114,14 @@ def lm_step(
     with torch.set_grad_enabled(learn):
         with torch.autocast(device.type, torch.bfloat16, enabled=low):
             hidden = hidden_states(
-                model, put(batch.input_ids), put(batch.position_ids), batch.plan.to(device),
-                settings=settings.row_sparse,
+                model, put(batch.input_ids), put(batch.position_ids),
+                batch.plan.to(device, non_blocking=True), settings=settings.row_sparse,
             )  # fmt: skip
         kept = hidden.index_select(0, rows)
         kept = kept.bfloat16() if low else kept
     work = work_dtype(kept.dtype)
     counts = put(torch.ones(rows.shape[0]) if batch.weights is None else batch.weights).to(work)
-    unit = 1 / torch.as_tensor(num_loss_rows, dtype=work, device=device).clamp(min=1)
+    unit = 1 / put(torch.as_tensor(num_loss_rows, dtype=work)).clamp(min=1)
     head = _Head(model, kept.detach().requires_grad_(learn), counts, unit, learn)
     log_sum, correct = head.labels(labels.index_select(0, rows), settings)
     distill, accept = torch.zeros_like(log_sum), torch.zeros_like(log_sum)

@@ -194,7 +194,8 @@ def _context_maker(
     make: Callable[[Tensor, Tensor], ContextKV]
     if settings.backend == "reference":
         cu = batch.cu_seqlens
-        doc_start = torch.repeat_interleave(cu[:-1], cu.diff()).to(device)
+        doc_start = torch.repeat_interleave(cu[:-1], cu.diff())
+        doc_start = doc_start.to(device, non_blocking=True)
         make = functools.partial(ReferenceKV, doc_start=doc_start)
     else:
         kernel = select_kernel(settings.backend, device=device, dtype=settings.compute_dtype)
