@@ -14,6 +14,15 @@ from specforge_trim.train import stopping
 from specforge_trim.train.stopping import SIGNALS, StopRequest
 
 
+@pytest.fixture(autouse=True)
+def heard():
+    """Tests that run in the background ignore SIGINT, and a request leaves ignored signals be."""
+    before = [signal.signal(number, signal.SIG_DFL) for number in SIGNALS]
+    yield
+    for number, handler in zip(SIGNALS, before, strict=True):
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def ended(monkeypatch):
     """Exit codes the process would have ended with."""
@@ -56,3 +65,11 @@ def test_a_later_signal_of_torchrun_ends_at_once(ended, monkeypatch):
         signal.raise_signal(signal.SIGINT)
         assert request.signal == signal.SIGTERM
     assert ended == [128 + signal.SIGINT]
+
+
+def test_a_signal_that_was_ignored_stays_ignored(ended):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with StopRequest(announce=False) as request:
+        signal.raise_signal(signal.SIGINT)
+        assert not request.signal
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN and not ended
