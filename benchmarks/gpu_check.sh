@@ -1,5 +1,5 @@
 #!/bin/bash
-# Everything that needs a GPU, in one run of under 8 minutes: tests (kernels, and the collectives of
+# Everything that needs a GPU, in one run of under 8 minutes: tests (kernels, dense drafts, collectives of
 # shared sequences in an NCCL world of one), step time, and memory at 131,072 tokens.
 #
 #   bash benchmarks/gpu_check.sh OUT_DIR
@@ -16,7 +16,7 @@ status=0
 
 if [ "${2:-cuda}" = cpu ]; then
 	echo "no GPU: dry run on the CPU" | tee "$out/device.txt"
-	timeout 120 "$python" -m pytest -q tests/test_gpu_ranks.py 2>&1 | tee "$out/tests.log" || status=1
+	timeout 120 "$python" -m pytest -q tests/test_gpu_ranks.py tests/test_gpu_lm.py 2>&1 | tee "$out/tests.log" || status=1
 	timeout 60 "$python" benchmarks/bench_gpu.py --memory-only --device cpu --size prototype \
 		--tokens 2048 --density 0.01 2>&1 | tee "$out/memory.log" || status=1
 	exit $status
