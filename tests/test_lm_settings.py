@@ -216,6 +216,7 @@ def test_another_runs_folder_is_refused(place, flags, capsys):  # noqa: F811
     said = refused(place, capsys, *flags, out="held-by-one")
     key = flags[0].removeprefix("--").replace("-", "_")
     assert key in said and "--no-resume" in said, said
+    assert "(--draft goes on from an exported draft there)" in said, said
     assert (place / "held-by-one/metrics.jsonl").read_text() == before
 
 

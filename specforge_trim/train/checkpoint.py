@@ -79,13 +79,14 @@ def check_identity(
             f"checkpoint {checkpoint.path} is of {kinds[0]}, this run trains {kinds[1]}: choose "
             "another --output-dir, or start over in this one with --no-resume"
         )
+    start = "--init-from" if "aux_layers" in wanted else "--draft"
     for key in sorted(set(saved) | set(wanted)):
         if saved.get(key) != wanted.get(key):
             known = "; ".join(explain(key))
             raise ValueError(
                 f"checkpoint {checkpoint.path} was made with {key} = {_short(saved.get(key))}, "
                 f"this run has {_short(wanted.get(key))}{known and f' ({known})'}: choose another "
-                "--output-dir (--init-from goes on from an exported draft there), or start over "
+                f"--output-dir ({start} goes on from an exported draft there), or start over "
                 "in this one with --no-resume"
             )
 
