@@ -118,10 +118,8 @@ def test_no_bias_and_one_scale_for_all():
 
 
 def test_bf16_lies_inside_the_error_of_the_full_head():
-    """The A/A control: two full heads in bf16, logits rounded by the product or kept in fp32.
-
-    Both against fp64 of the same bf16 inputs; the head at kept rows must err no more than the
-    full head does, value and gradients.
+    """The head at kept rows and the full one in bf16 against fp64 of the same bf16 inputs: the
+    former must err no more than the latter does, value and gradients.
     """
     keep, form = torch.tensor(KEEPS["some"]), LogitForm(softcap=5.0)
     low = make_head(torch.bfloat16)
@@ -140,6 +138,37 @@ def test_bf16_lies_inside_the_error_of_the_full_head():
         assert error(x, z) <= 1.05 * error(y, z), name
     again = kept_log_probs(low[0], low[1], low[3], keep, bias=low[2], form=form)
     assert torch.equal(again.log_probs, ours.log_probs)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("keep", KEEPS)
+def test_the_gap_in_bf16_lies_inside_that_of_two_full_heads(keep, form):
+    """The control: a full head whose logits the product rounds to bf16, and one that keeps fp32.
+
+    The head at kept rows is nearer to the exact one than they are to one another, and as near to
+    the rounded one, but for a single row: there the roundings of two gradients do not average.
+    """
+    keep, form = torch.tensor(KEEPS[keep], dtype=torch.int64), FORMS[form]
+    hidden, weight, bias, labels = make_head(torch.bfloat16)
+    inputs = (hidden, weight, bias)
+    a, b = torch.randn(2, T, generator=torch.Generator().manual_seed(6))
+
+    def values(log_probs, entropy, _):
+        score = (a * log_probs.float() + b * entropy.float()).sum()
+        return [log_probs, entropy, *gradients(score, *inputs)]
+
+    rounded = values(*full_head(*inputs, labels, keep, form))
+    wide = values(*full_head(*(x.float() for x in inputs), labels, keep, form))
+    rows = kept_log_probs(hidden, weight, labels, keep, bias=bias, form=form)
+    ours = values(rows.log_probs, rows.entropy, None)
+    names = ("log_probs", "entropy", "hidden", "weight", "bias")
+    for name, x, one, other in zip(names, ours, rounded, wide, strict=True):
+        gap = lambda p, q: float((p.double() - q.double()).norm().detach())  # noqa: E731
+        control = gap(one, other)
+        assert (control > 0) == (keep.numel() > 0), name  # what is read differs; nothing else does
+        assert gap(x, other) <= control, (name, gap(x, other), control)
+        if keep.numel() != 1:
+            assert gap(x, one) <= 1.05 * control, (name, gap(x, one), control)
 
 
 def test_many_blocks_in_bf16_err_no_more_than_one(monkeypatch):
