@@ -262,6 +262,10 @@ def export_lm(config: LmConfig, models: LmModels) -> Path:
     checkpoints.restore_weights(found, model=model)
     folder = config.output_dir / "export"
     model.save_pretrained(folder)
+    for file in folder.glob(
+        "*.safetensors"
+    ):  # readable by their writer alone, as they are written
+        file.chmod((folder / "config.json").stat().st_mode & 0o777)
     models.tokenizer().save_pretrained(folder)
     text = json.dumps({"step": found.step, **dict(found.meta["provenance"])}, indent=1)
     (folder / "training.json").write_text(text + "\n", encoding="utf-8")

@@ -292,6 +292,20 @@ def test_a_gradient_that_is_not_finite_is_left_out_and_counted(place, monkeypatc
     assert "max_non_finite_steps 1" in capsys.readouterr().err
 
 
+def test_held_out_losses_that_are_not_finite_are_said_and_null(place, monkeypatch, capsys):
+    real = lm_loop.measure
+
+    def spoilt(*arguments):
+        return real(*arguments) | {"loss": float("nan")}
+
+    monkeypatch.setattr(lm_loop, "measure", spoilt)
+    out, rows = run(place, "spoilt", "--max-steps", "1")
+    held = [json.loads(line) for line in (out / "heldout.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["loss"]) for row in held] == [(0, None), (1, None)]
+    assert rows[-1]["eval/loss"] is None and held[0]["accuracy"] is not None
+    assert capsys.readouterr().err.count("held-out loss after step") == 2
+
+
 def test_fine_tuning_needs_no_target_pass(place, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("the target is loaded")

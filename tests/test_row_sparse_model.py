@@ -288,6 +288,18 @@ def test_attention_dropout_raises():
         enable_row_sparse(make_model("llama", attention_dropout=0.1), ON)
 
 
+@pytest.mark.parametrize("enabled, asked", [(None, ON), (None, OFF), (OFF, ON), (ON, OFF)])
+def test_settings_that_the_model_was_not_set_up_with_raise(enabled, asked):
+    stream, model = make_stream(["000111001100"]), make_model("qwen3")
+    plan = plan_rows(stream.kept(), cu_seqlens=stream.cu)
+    if enabled is not None:
+        enable_row_sparse(model, enabled)
+    with pytest.raises(ValueError, match="enable_row_sparse with the same settings"):
+        hidden_states(model, stream.ids, stream.positions, plan, settings=asked)
+    enable_row_sparse(model, asked)
+    hidden_states(model, stream.ids, stream.positions, plan, settings=asked)
+
+
 def test_a_model_gets_its_own_layers_back():
     stream = make_stream(["000111001100"])
     model = make_model("qwen3", dtype=torch.float32)

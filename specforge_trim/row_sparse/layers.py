@@ -115,6 +115,19 @@ def _check_layers(model: HubModel, family: Family) -> None:
     setattr(model, _WARNED, dense)
 
 
+def _check_enabled(model: Any, settings: RowSparseSettings) -> None:
+    """The layers cut gradients or don't; settings that say otherwise would be passed by."""
+    layers = model.model.layers
+    packed = all(layer.self_attn.config._attn_implementation == ATTENTION for layer in layers)
+    cuts = {isinstance(layer, _Sparse) for layer in layers}
+    if not packed or cuts != {settings.stop_grad_context_tokens}:
+        found = f"stop_grad_context_tokens = {True in cuts}" if packed else "nothing"
+        raise ValueError(
+            f"hidden_states with stop_grad_context_tokens = {settings.stop_grad_context_tokens}, "
+            f"but the model is set up for {found}: call enable_row_sparse with the same settings"
+        )
+
+
 def disable_row_sparse(model: HubModel) -> None:
     """Give a model its own layers and attention back."""
     _restore_layers(model)
@@ -141,9 +154,11 @@ def hidden_states(
     device, the plan's index tensors too. Rows of `plan` are those a loss may read. Under FSDP2
     call it, and the head, inside the root module's forward.
 
-    Raises ValueError where a document is longer than the model's sliding window, and as
-    `enable_row_sparse` for what has been done to the layers since.
+    Raises ValueError where a document is longer than the model's sliding window, where the model
+    was not set up with these settings, and as `enable_row_sparse` for what has been done to the
+    layers since.
     """
+    _check_enabled(model, settings)
     if settings.stop_grad_context_tokens:
         _check_layers(model, family_of(model))
     check_window(model, plan.longest)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isfinite
 from typing import Any, Protocol
 
 import torch
@@ -41,7 +42,7 @@ from specforge_trim.train.sampler import Schedule
 from specforge_trim.train.settings import rate_of
 from specforge_trim.train.stages import ensure_gradients
 from specforge_trim.train.stopping import counted_steps, stopped_by
-from specforge_trim.train.trackers import JsonLines, Progress, open_trackers
+from specforge_trim.train.trackers import JsonLines, Progress, Trackers, open_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -266,11 +267,13 @@ class _Run:
             return False
         return step == total or (self.held_out.every > 0 and step % self.held_out.every == 0)
 
-    def _held_out_file(self, done: int) -> JsonLines:
+    def _held_out_file(self, done: int) -> Trackers:
         path, main = self.config.output_dir / "heldout.jsonl", self.world.is_main
-        return self.world.together(lambda: JsonLines(path, resume_step=done, write=main))
+        return self.world.together(
+            lambda: Trackers([JsonLines(path, resume_step=done, write=main)])
+        )
 
-    def _measure(self, file: JsonLines, step: int) -> dict[str, Any]:
+    def _measure(self, file: Trackers, step: int) -> dict[str, Any]:
         """eval/..., for a row of metrics.jsonl; the same goes to heldout.jsonl."""
         if self.held_out is None:
             return {}
@@ -278,6 +281,13 @@ class _Run:
             found = measure(
                 self.model, self.held_out.documents, self.settings, self.targets, self.world
             )
+        bad = [key for key, value in found.items() if value is not None and not isfinite(value)]
+        if bad and self.world.is_main:
+            logger.warning(
+                "held-out %s after step %d: not finite, written as null. The draft's weights are "
+                "not finite or far too large; see the draft's file, or lower --learning-rate",
+                ", ".join(bad), step,
+            )  # fmt: skip
         self.world.together(partial(file.write, {"step": step, **found}))
         return {f"eval/{key}": value for key, value in found.items()}
 
