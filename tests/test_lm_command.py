@@ -8,8 +8,7 @@ import gzip
 import json
 
 import pytest
-from test_lm_train import run
-from tiny import save_tiny_target, write_conversations
+from lm_run import make_place, run
 from transformers import AutoModelForCausalLM
 
 from specforge_trim.lm_cli import train_lm_main
@@ -18,20 +17,7 @@ from specforge_trim.train import lm_loop
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("lm-command")
-    save_tiny_target(folder / "target", num_layers=3)
-    write_conversations(folder / "train.jsonl", 6)
-    write_conversations(folder / "held.jsonl", 2, seed=100)
-    (folder / "recipe.yaml").write_text(f"""
-model: {{target: {folder}/target, draft_layers: 2, target_dtype: float32}}
-data: {{train_data: [{folder}/train.jsonl], cache_dir: {folder}/cache, tokens_per_batch: 400,
-        num_workers: 0}}
-loss: {{label_weight: 0.0, distill_weight: 1.0}}
-train: {{learning_rate: 3.0e-3, epochs: 2, device: cpu, save_every: 2}}
-evaluate: {{eval_data: [{folder}/held.jsonl], eval_prompts: 1, eval_depth: 2,
-            eval_max_new_tokens: 4}}
-""")
-    return folder
+    return make_place(tmp_path_factory.mktemp("lm-command"), evaluate={"eval_prompts": 1})
 
 
 def cells(text):

@@ -15,9 +15,10 @@ from pathlib import Path
 import lm_ranks
 import pytest
 import torch
+from lm_run import make_place
 from safetensors.torch import load_file
 from test_parallel_runs import forget_after
-from tiny import metric_rows, save_tiny_target, write_conversations
+from tiny import metric_rows
 
 from specforge_trim.lm_cli import train_lm_main
 
@@ -34,20 +35,13 @@ CLOSE = ("loss", "label_loss", "distill_loss", "accuracy", "acceptance", "grad_n
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """Micro-batches of one conversation, so that one without loss is a rank's whole step."""
-    folder = tmp_path_factory.mktemp("lm-ranks")
-    save_tiny_target(folder / "target", num_layers=3)
-    write_conversations(folder / "train.jsonl", 8)
-    write_conversations(folder / "held.jsonl", 2, seed=100)
-    (folder / "recipe.yaml").write_text(f"""
-model: {{target: {folder}/target, draft_layers: 2, target_dtype: float32}}
-data: {{train_data: [{folder}/train.jsonl], cache_dir: {folder}/cache, tokens_per_batch: 100,
-        num_workers: 0}}
-loss: {{label_weight: 0.0, distill_weight: 1.0}}
-train: {{learning_rate: 3.0e-3, epochs: 1, device: cpu, save_every: 1, keep_checkpoints: 9}}
-evaluate: {{eval_data: [{folder}/held.jsonl], eval_prompts: 1, eval_depth: 2,
-            eval_max_new_tokens: 4, held_out_every: 2}}
-""")
-    return folder
+    return make_place(
+        tmp_path_factory.mktemp("lm-ranks"),
+        conversations=8,
+        data={"tokens_per_batch": 100},
+        train={"epochs": 1, "save_every": 1, "keep_checkpoints": 9},
+        evaluate={"eval_prompts": 1, "held_out_every": 2},
+    )
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lm_run import run
 from ranks import run_world
-from test_lm_train import place, run  # noqa: F401
+from test_lm_train import place  # noqa: F401
 from tiny import write_conversations
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, MistralForCausalLM
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from lm_case import make_model, make_stream, reference_step
+from lm_run import make_place, run
 from ranks import run_world
-from tiny import save_tiny_target, write_conversations
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -224,26 +224,7 @@ def test_a_rank_without_loss_rows(tmp_path):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lm")
-    save_tiny_target(folder / "target", num_layers=3)
-    write_conversations(folder / "train.jsonl", 6)
-    write_conversations(folder / "held.jsonl", 2, seed=100)
-    (folder / "recipe.yaml").write_text(f"""
-model: {{target: {folder}/target, draft_layers: 2, target_dtype: float32}}
-data: {{train_data: [{folder}/train.jsonl], cache_dir: {folder}/cache, tokens_per_batch: 400,
-        num_workers: 0}}
-loss: {{label_weight: 0.0, distill_weight: 1.0}}
-train: {{learning_rate: 3.0e-3, epochs: 2, device: cpu, save_every: 2}}
-evaluate: {{eval_data: [{folder}/held.jsonl], eval_depth: 2, eval_max_new_tokens: 6}}
-""")
-    return folder
-
-
-def run(place, name, *flags):
-    out = place / name
-    code = train_lm_main(["--config", f"{place}/recipe.yaml", "--output-dir", str(out), *flags])
-    assert code == 0
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return out, rows
+    return make_place(folder, evaluate={"eval_max_new_tokens": 6})
 
 
 def test_the_command_distils_exports_and_measures(place, capsys):

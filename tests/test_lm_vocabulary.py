@@ -9,15 +9,13 @@ import json
 
 import pytest
 import torch
-from test_lm_train import run
+from lm_run import make_place, run
 from tiny import (
     CHATML,
     VOCAB_SIZE,
     randomise,
-    save_tiny_target,
     tiny_config,
     tiny_tokenizer,
-    write_conversations,
 )
 from tokenizers import AddedToken, Tokenizer
 from transformers import (
@@ -61,19 +59,14 @@ def swap_two_letters(outline):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("vocabulary")
-    save_tiny_target(folder / "target", num_layers=3)
-    write_conversations(folder / "train.jsonl", 3)
-    write_conversations(folder / "held.jsonl", 1, seed=100)
-    (folder / "recipe.yaml").write_text(f"""
-model: {{target: {folder}/target, target_dtype: float32}}
-data: {{train_data: [{folder}/train.jsonl], cache_dir: {folder}/cache, tokens_per_batch: 400,
-        num_workers: 0}}
-loss: {{label_weight: 0.5, distill_weight: 1.0}}
-train: {{learning_rate: 3.0e-3, epochs: 2, device: cpu}}
-evaluate: {{eval_data: [{folder}/held.jsonl], eval_depth: 2, eval_max_new_tokens: 4}}
-""")
-    return folder
+    return make_place(
+        tmp_path_factory.mktemp("vocabulary"),
+        conversations=3,
+        held=1,
+        model={"draft_layers": None},
+        loss={"label_weight": 0.5},
+        train={"save_every": None},
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
