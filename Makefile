@@ -25,6 +25,10 @@ SMOKE  ?= 0
 EPOCHS ?=
 CACHE  ?= .quickstart
 
+# Options of `make golden`.
+ONLY    ?=
+AGAINST ?=
+
 # `make peers`: an environment of its own, since the peers pin other versions.
 PEERS       ?= .peers
 PEERS_STAMP := $(PEERS)/.installed
@@ -33,13 +37,16 @@ PEERS_STAMP := $(PEERS)/.installed
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 PYTEST   := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --timeout 300
 
-.PHONY: help quickstart test test-full peers lint format bench clean
+.PHONY: help quickstart test test-full golden golden-record peers lint format bench clean
 
 help:
 	@echo "make quickstart   train, export and measure a small draft model on this machine"
 	@echo "                  SMOKE=1 three training steps; EPOCHS=8 longer; CACHE=dir keep files there"
 	@echo "make test         the test suite (a few minutes on two cores)"
 	@echo "make test-full    the slow tests too"
+	@echo "make golden       tiny runs whose numbers a refactor must not change, replayed to the last"
+	@echo "                  bit (AGAINST=rev compares with a commit, on any machine; ONLY=pattern)"
+	@echo "make golden-record  records them anew, for a commit that changes numbers on purpose"
 	@echo "make peers        SpecForge and speculators as oracles for export, import and losses"
 	@echo "                  (PEERS=dir keeps their environment there)"
 	@echo "make lint         ruff and mypy"
@@ -69,6 +76,13 @@ test: $(STAMP)
 
 test-full: $(STAMP)
 	$(PYTEST)
+
+golden: $(STAMP)
+	$(BIN)/python tests/golden/runs.py replay $(if $(ONLY),--only '$(ONLY)') \
+		$(if $(AGAINST),--against '$(AGAINST)')
+
+golden-record: $(STAMP)
+	$(BIN)/python tests/golden/runs.py record $(if $(ONLY),--only '$(ONLY)')
 
 $(PEERS_STAMP): tests/peers/requirements.txt constraints.txt
 	@$(PYTHON) $(USABLE) || { echo "error: needs Python 3.11 or newer with venv; \

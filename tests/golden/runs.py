@@ -270,7 +270,9 @@ def _expected(
     with tempfile.TemporaryDirectory(prefix="golden-against-") as name:
         tree, out = Path(name) / "tree", Path(name) / "whole.json"
         git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "--detach", str(tree), arguments.against], check=True)
+        subprocess.run(
+            [*git, "add", "--quiet", "--detach", str(tree), arguments.against], check=True
+        )
         try:
             command = [sys.executable, __file__, "record", "--root", str(tree)]
             command += ["--whole", str(out), *(f"--only={p}" for p in arguments.only)]
@@ -321,6 +323,7 @@ def main() -> int:
         help="the source tree that is run (default: that of this file)",
     )
     arguments = parser.parse_args()
+    arguments.root = arguments.root.resolve()
     if arguments.list:
         for case in choose(arguments.only):
             print(f"{case.name}: {case.ranks} ranks, {' '.join(case.flags)}")
