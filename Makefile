@@ -68,7 +68,7 @@ $(STAMP): setup.py constraints.txt
 	@touch $(STAMP)
 
 quickstart: $(STAMP)
-	$(BIN)/python -u -m specforge_trim.quickstart --cache-dir '$(CACHE)' \
+	$(BIN)/python -u -m specforge_trim.cli.quickstart --cache-dir '$(CACHE)' \
 		$(if $(filter-out 0,$(SMOKE)),--smoke) $(if $(EPOCHS),--epochs $(EPOCHS))
 
 test: $(STAMP)

@@ -45,7 +45,7 @@ setup(
         "plot": ["matplotlib>=3.8"],
         "bench": ["matplotlib>=3.8"],
     },
-    entry_points={"console_scripts": ["specforge-trim = specforge_trim.cli:main"]},
+    entry_points={"console_scripts": ["specforge-trim = specforge_trim.cli.main:main"]},
     classifiers=[
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",

@@ -4,8 +4,8 @@ import sys
 
 if __name__ == "__main__":
     try:
-        from specforge_trim.lm_cli import train_lm_main
-        from specforge_trim.running import leave
+        from specforge_trim.cli.lm import train_lm_main
+        from specforge_trim.cli.running import leave
     except KeyboardInterrupt:  # torch takes seconds to import
         sys.exit(130)
     leave(train_lm_main())

@@ -31,8 +31,8 @@ from problems import STEPS, append_row, make_mask
 from torch import Tensor
 
 from specforge_trim import build_trim_pack
-from specforge_trim.objective.linear_loss import linear_loss
-from specforge_trim.objective.teacher import Teacher
+from specforge_trim.loss.linear_loss import linear_loss
+from specforge_trim.loss.teacher import Teacher
 from specforge_trim.plan.cost import DraftDims
 from specforge_trim.plan.memory import DEFAULT_ROW_MEMORY_MB, chunk_rows_for
 from specforge_trim.plan.pack import TrimPack

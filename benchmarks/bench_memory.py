@@ -34,7 +34,7 @@ from problems import (
 
 def child(args: argparse.Namespace) -> None:
     """Set up, say so, wait for the word, run one step."""
-    from specforge_trim.train.stages import ensure_gradients
+    from specforge_trim.ranks.gradients import ensure_gradients
 
     mask = make_mask(args.layout, args.tokens, args.density[0])
     aux = None

@@ -265,7 +265,7 @@ def main() -> None:
         run_arm(arguments)
         return
     if arguments.tokenizer is None:
-        from specforge_trim.target.embedded import resolve_target
+        from specforge_trim.verifier.embedded import resolve_target
 
         arguments.tokenizer = str(
             resolve_target("smollm2-135m-instruct", cache_dir=ROOT / ".quickstart")

@@ -33,10 +33,10 @@ from problems import (
     packs,
 )
 
-from specforge_trim.distributed import World
-from specforge_trim.parallel.layout import Layout, make_layout
 from specforge_trim.plan.shard import SequenceSplit
-from specforge_trim.train.stages import ensure_gradients
+from specforge_trim.ranks.gradients import ensure_gradients
+from specforge_trim.ranks.layout import Layout, make_layout
+from specforge_trim.ranks.world import World
 
 ARMS = ("classic", "trimmed gathered", "trimmed ring", "dense gathered", "dense ring")
 TIMEOUT = datetime.timedelta(minutes=5)

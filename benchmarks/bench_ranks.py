@@ -26,8 +26,6 @@ import torch.multiprocessing as mp
 from problems import STEPS, append_row, draft_of, make_mask, make_problem, our_step
 
 from specforge_trim.attention.kernel import Kernel
-from specforge_trim.distributed import World
-from specforge_trim.parallel.layout import make_layout
 from specforge_trim.plan.cost import DraftDims, pack_cost, row_costs
 from specforge_trim.plan.pack import TrimPack, build_trim_pack, dense_pack, restrict_pack
 from specforge_trim.plan.shard import (
@@ -37,6 +35,8 @@ from specforge_trim.plan.shard import (
     shard_chunks,
     shard_pack,
 )
+from specforge_trim.ranks.layout import make_layout
+from specforge_trim.ranks.world import World
 
 LLAMA, COUNTED = draft_of("llama-3-8b").dims, draft_of("counting").dims
 
@@ -134,7 +134,7 @@ def _count_arm(
         make_problem("counting", mask), pack, chunk_rows=args.chunk_rows, split=split,
         layout=layout, dims=LLAMA,
     )  # fmt: skip
-    with mock.patch("specforge_trim.train.stages.select_kernel", lambda *_, **__: NOTHING):
+    with mock.patch("specforge_trim.drafts.eagle3.step.select_kernel", lambda *_, **__: NOTHING):
         step()
     groups = (layout.sequence, layout.ulysses, layout.ring)
     sent = sum(group.bytes_sent for group in groups if group is not None)

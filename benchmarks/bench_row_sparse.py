@@ -28,17 +28,15 @@ from problems import append_row, seconds
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from specforge_trim.row_sparse import (
-    RowPlan,
+from specforge_trim.drafts.lm.layers import (
     RowSparseSettings,
     disable_row_sparse,
     enable_row_sparse,
     hidden_states,
-    kept_log_probs,
-    label_loss,
-    plan_rows,
 )
-from specforge_trim.row_sparse import head as head_rows
+from specforge_trim.drafts.lm.rows import RowPlan, plan_rows
+from specforge_trim.loss import labels as head_rows
+from specforge_trim.loss.labels import kept_log_probs, label_loss
 
 # Qwen3-1.7B: width 2048, MLP 6144, 16/8 heads of 128, 28 layers, vocabulary 151,936.
 SIZES = {

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from specforge_trim import build_trim_pack, dense_pack
-from specforge_trim.model.draft import Eagle3Draft
-from specforge_trim.model.draft_config import DraftConfig
-from specforge_trim.objective.teacher import TeacherTable
-from specforge_trim.parallel.layout import ALONE, Layout
+from specforge_trim.drafts.eagle3.model import Eagle3Draft
+from specforge_trim.drafts.eagle3.sizes import DraftConfig
+from specforge_trim.drafts.eagle3.step import StepSettings, ttt_step
+from specforge_trim.loss.teacher import TeacherTable
 from specforge_trim.plan.cost import DraftDims, PackCost, pack_cost
 from specforge_trim.plan.memory import DEFAULT_ROW_MEMORY_MB, chunk_rows_for
 from specforge_trim.plan.pack import TrimPack, restrict_pack
 from specforge_trim.plan.segments import plan_chunks
 from specforge_trim.plan.shard import SequenceSplit, row_edges, shard_chunks, shard_pack
-from specforge_trim.train.stages import StepSettings, ttt_step
+from specforge_trim.ranks.layout import ALONE, Layout
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from classic import ClassicShape, classic_losses, loss_rows  # noqa: E402

@@ -22,13 +22,15 @@ from typing import Any
 
 import torch
 
-from specforge_trim import distributed, pipeline, results
-from specforge_trim.config import Config, load_config
-from specforge_trim.decode import Prompt, last_prompt
-from specforge_trim.decode_rounds import RecordedVerifier, decode_rounds
-from specforge_trim.model.cached_draft import CachedDraft
-from specforge_trim.model.draft import Eagle3Draft
-from specforge_trim.target.hf import HFTarget
+from specforge_trim.decode.prompts import Prompt, last_prompt
+from specforge_trim.decode.rounds import RecordedVerifier, decode_rounds
+from specforge_trim.drafts.eagle3.model import Eagle3Draft
+from specforge_trim.drafts.eagle3.proposer import CachedDraft
+from specforge_trim.drafts.eagle3.settings import Config, load_config
+from specforge_trim.ranks import world as distributed
+from specforge_trim.train import results
+from specforge_trim.train import run as pipeline
+from specforge_trim.verifier.hf import HFTarget
 
 HERE = Path(__file__).resolve().parent
 RECIPE = HERE.parent / "examples" / "quickstart.yaml"

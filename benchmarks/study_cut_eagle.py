@@ -14,11 +14,11 @@ from typing import Any
 
 from study_alignment import measure, recordings
 
-from specforge_trim import pipeline, results
-from specforge_trim.config import Config, load_config
-from specforge_trim.curves import read_run
-from specforge_trim.distributed import start
-from specforge_trim.train import checkpoint
+from specforge_trim.cli.plot import read_run
+from specforge_trim.drafts.eagle3.settings import Config, load_config
+from specforge_trim.ranks.world import start
+from specforge_trim.train import checkpoint, results
+from specforge_trim.train import run as pipeline
 
 HERE = Path(__file__).resolve().parent
 RECIPE = HERE.parent / "examples" / "quickstart.yaml"

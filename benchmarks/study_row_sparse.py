@@ -33,22 +33,22 @@ import study_cut_report
 import torch
 from torch import Tensor
 
-from specforge_trim.curves import read_run
-from specforge_trim.decode import Prompt, last_prompt
-from specforge_trim.decode_rounds import RecordedVerifier, Recording, decode_rounds
-from specforge_trim.distributed import World
-from specforge_trim.lm_config import LmConfig
-from specforge_trim.lm_evaluate import LmProposer
-from specforge_trim.lm_pipeline import build_lm, open_lm, soft_targets, step_settings
-from specforge_trim.options import build
-from specforge_trim.pipeline import prepare_data
-from specforge_trim.provenance import package_versions
-from specforge_trim.row_sparse import disable_row_sparse
-from specforge_trim.target.hf import HFTarget
+from specforge_trim.cli.plot import read_run
+from specforge_trim.config.options import build
+from specforge_trim.decode.lm import LmProposer
+from specforge_trim.decode.prompts import Prompt, last_prompt
+from specforge_trim.decode.rounds import RecordedVerifier, Recording, decode_rounds
+from specforge_trim.drafts.lm.layers import disable_row_sparse
+from specforge_trim.drafts.lm.settings import LmConfig
+from specforge_trim.ranks.world import World
 from specforge_trim.train.lm_batch import LmBatch, LmPlan, make_lm_batch
 from specforge_trim.train.lm_loop import HeldOut, train_lm
+from specforge_trim.train.lm_run import build_lm, open_lm, soft_targets, step_settings
 from specforge_trim.train.lm_step import SoftTargets
+from specforge_trim.train.provenance import package_versions
+from specforge_trim.train.run import prepare_data
 from specforge_trim.train.sampler import Schedule
+from specforge_trim.verifier.hf import HFTarget
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "benchmarks" / "results" / "row_sparse_study.jsonl"

@@ -22,12 +22,12 @@ import torch  # noqa: E402
 from drawings import DRAWINGS  # noqa: E402
 
 from specforge_trim import build_trim_pack, row_mask  # noqa: E402
-from specforge_trim.config import Config  # noqa: E402
-from specforge_trim.draft_commands import draft_json  # noqa: E402
-from specforge_trim.dry_run import draft_size, training_memory  # noqa: E402
-from specforge_trim.lm_config import LmConfig  # noqa: E402
-from specforge_trim.model.draft_config import DraftConfig  # noqa: E402
-from specforge_trim.options import build, flag_name, leaves_of, read_yaml  # noqa: E402
+from specforge_trim.cli.draft_commands import draft_json  # noqa: E402
+from specforge_trim.cli.dry_run import draft_size, training_memory  # noqa: E402
+from specforge_trim.config.options import build, flag_name, leaves_of, read_yaml  # noqa: E402
+from specforge_trim.drafts.eagle3.settings import Config  # noqa: E402
+from specforge_trim.drafts.eagle3.sizes import DraftConfig  # noqa: E402
+from specforge_trim.drafts.lm.settings import LmConfig  # noqa: E402
 from specforge_trim.plan.cost import pack_cost  # noqa: E402
 from specforge_trim.plan.pack import TrimPack  # noqa: E402
 

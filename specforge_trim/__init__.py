@@ -11,6 +11,18 @@ _PUBLIC = {
     "build_trim_pack": "specforge_trim.plan.pack",
     "dense_pack": "specforge_trim.plan.pack",
     "choose_pack": "specforge_trim.plan.guard",
+    # Row-sparse training of dense language models.
+    "RowPlan": "specforge_trim.drafts.lm.rows",
+    "loss_rows": "specforge_trim.drafts.lm.rows",
+    "plan_rows": "specforge_trim.drafts.lm.rows",
+    "PackedAttention": "specforge_trim.drafts.lm.functions",
+    "RowSparseSettings": "specforge_trim.drafts.lm.layers",
+    "enable_row_sparse": "specforge_trim.drafts.lm.layers",
+    "disable_row_sparse": "specforge_trim.drafts.lm.layers",
+    "hidden_states": "specforge_trim.drafts.lm.layers",
+    "LogitForm": "specforge_trim.loss.labels",
+    "kept_log_probs": "specforge_trim.loss.labels",
+    "label_loss": "specforge_trim.loss.labels",
 }
 
 __all__ = sorted(_PUBLIC)

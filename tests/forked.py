@@ -40,8 +40,8 @@ def _warm(main: Callable[..., None], arguments: tuple, report: Path) -> None:
     torch.set_num_threads(1)
     import torch._dynamo  # noqa: F401, the optimizer's first step would import it in every child
 
-    from specforge_trim import pipeline, results  # noqa: F401
-    from specforge_trim.cli import quiet_transformers
+    from specforge_trim.cli.main import quiet_transformers
+    from specforge_trim.train import run as pipeline  # noqa: F401
 
     quiet_transformers()
     try:
@@ -133,7 +133,7 @@ def start(
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         if hook is not None:
             hook()
-        from specforge_trim.cli import train_main
+        from specforge_trim.cli.main import train_main
 
         out = ("--output-dir", str(place / name))
         code = train_main(["--config", str(place / "recipe.yaml"), *out, *flags])

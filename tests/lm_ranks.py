@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from specforge_trim import lm_pipeline
-from specforge_trim.lm_cli import train_lm_main
+from specforge_trim.cli.lm import train_lm_main
 from specforge_trim.train import lm_loop
+from specforge_trim.train import lm_run as lm_pipeline
 
 EMPTY = (0, 1, 2)  # numbers of the conversations without loss
 

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 from tiny import metric_rows, save_tiny_target, write_conversations
 
-from specforge_trim.lm_cli import train_lm_main
+from specforge_trim.cli.lm import train_lm_main
 
 
 def make_place(

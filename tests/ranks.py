@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from ttt_case import make_batch
 
-from specforge_trim.distributed import World
 from specforge_trim.plan.pack import restrict_pack
 from specforge_trim.plan.shard import row_edges, shard_chunks, shard_pack
+from specforge_trim.ranks.world import World
 
 
 def _enter(rank, size, main, folder, seconds, arguments):

@@ -19,12 +19,12 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from specforge_trim import running
-from specforge_trim.distributed import PeerFailed, Stopped, World
-from specforge_trim.options import ConfigError
-from specforge_trim.running import guarded
-from specforge_trim.target.hub import check_hub
+from specforge_trim.cli import running
+from specforge_trim.cli.running import guarded
+from specforge_trim.config.options import ConfigError
+from specforge_trim.ranks.world import PeerFailed, Stopped, World
 from specforge_trim.train.run_lock import hold, only_run
+from specforge_trim.verifier.hub import check_hub
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -89,7 +89,7 @@ def test_torchrun_shows_the_message_once_and_no_traceback_of_ours():
 
 def test_output_that_nobody_reads_ends_a_command_quietly():
     code = (
-        "import sys; from specforge_trim.running import guarded; "
+        "import sys; from specforge_trim.cli.running import guarded; "
         "sys.exit(guarded(lambda argv: print('x\\n' * int(argv[0])), sys.argv[1:]))"
     )
     for lines in ("100000", "1"):  # more than a buffer; less, which is written at the end
@@ -245,7 +245,7 @@ def test_one_of_many_ranks_leaves_without_the_teardown_that_can_abort_it(ranks):
     """Its exit code, its output and handlers stay; objects that live on are not torn down."""
     code = """
 import atexit, os, sys
-from specforge_trim.running import leave
+from specforge_trim.cli.running import leave
 class Late:
     def __del__(self, write=os.write): write(1, b"torn down\\n")
 sys.late = Late()

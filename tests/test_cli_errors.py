@@ -14,7 +14,7 @@ import pytest
 import tiny
 import torch
 
-from specforge_trim.cli import COMMANDS, main, train_main
+from specforge_trim.cli.main import COMMANDS, main, train_main
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from specforge_trim.model.draft_config import DraftConfig
+from specforge_trim.drafts.eagle3.sizes import DraftConfig
 
 GOOD = {
     "hidden_size": 32,

@@ -17,9 +17,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 
-from specforge_trim.model.draft_config import DraftConfig
-from specforge_trim.model.layers import Rotary, rotate
-from specforge_trim.model.rope import flat_rope, merged_rope, rope_frequencies
+from specforge_trim.drafts.eagle3.layers import Rotary, rotate
+from specforge_trim.drafts.eagle3.rope import flat_rope, merged_rope, rope_frequencies
+from specforge_trim.drafts.eagle3.sizes import DraftConfig
 
 H, LIMIT = 16, 512
 POSITIONS = torch.tensor([0, 1, 5, 63, 64, 300, 511])

@@ -25,13 +25,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from specforge_trim.cli import main, train_main
-from specforge_trim.config import Config
-from specforge_trim.dry_run import training_memory
-from specforge_trim.model.draft import Eagle3Draft
-from specforge_trim.model.draft_config import DraftConfig
-from specforge_trim.model.make_config import draft_for_target
-from specforge_trim.options import build
+from specforge_trim.cli.dry_run import training_memory
+from specforge_trim.cli.main import main, train_main
+from specforge_trim.config.options import build
+from specforge_trim.drafts.eagle3.for_target import draft_for_target
+from specforge_trim.drafts.eagle3.model import Eagle3Draft
+from specforge_trim.drafts.eagle3.settings import Config
+from specforge_trim.drafts.eagle3.sizes import DraftConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*-eagle3.json"))

@@ -10,10 +10,16 @@ import importlib.util
 import pytest
 import yaml
 
-from specforge_trim import config as cfg
-from specforge_trim import options
-from specforge_trim.config import Config, ConfigError, check_world, load_config, sequence_degrees
-from specforge_trim.config_checks import check_draft
+from specforge_trim.config import options
+from specforge_trim.config.checks import check_draft
+from specforge_trim.drafts.eagle3 import settings as cfg
+from specforge_trim.drafts.eagle3.settings import (
+    Config,
+    ConfigError,
+    check_world,
+    load_config,
+    sequence_degrees,
+)
 
 
 def load(*argv, default_file=None):

@@ -17,7 +17,7 @@ import pytest
 from specforge_trim.data import conversation
 from specforge_trim.data.conversation import Conversation, read_conversations
 from specforge_trim.data.files import read_lines
-from specforge_trim.data.rows import ROW_KEYS
+from specforge_trim.data.records import ROW_KEYS
 from specforge_trim.data.shards import read_chunks
 
 

@@ -13,7 +13,7 @@ import pytest
 from test_data_templates import ROWS
 
 from specforge_trim.data.conversation import BadRow, read_conversations
-from specforge_trim.data.rows import RowError
+from specforge_trim.data.records import RowError
 from specforge_trim.data.supervision import MaskOptions
 from specforge_trim.data.tokenize import ChatTokenizer
 

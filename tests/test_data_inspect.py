@@ -11,8 +11,8 @@ import torch
 from chat_templates import assistant, chat_tokenizer, user
 
 from specforge_trim.data.dataset import prepare
-from specforge_trim.data.inspect import inspect_terminal, show_sample
-from specforge_trim.data.inspect_stats import Training, document_stats
+from specforge_trim.data.report.stats import Training, document_stats
+from specforge_trim.data.report.terminal import inspect_terminal, show_sample
 from specforge_trim.data.tokenize import Document
 from specforge_trim.plan.cost import DraftDims
 

@@ -7,7 +7,7 @@ import chat_templates as chat
 import pytest
 from chat_templates import assistant, chat_tokenizer, user
 
-from specforge_trim.data.rows import Conversation, RowError
+from specforge_trim.data.records import Conversation, RowError
 from specforge_trim.data.tokenize import ChatTokenizer, render_and_mask
 
 FAMILY = "\U0001f468‍\U0001f469‍\U0001f467"

@@ -14,9 +14,9 @@ import torch
 from chat_templates import assistant, chat_tokenizer, user
 
 from specforge_trim.data.dataset import prepare
-from specforge_trim.data.inspect import inspect_terminal
-from specforge_trim.data.inspect_html import inspect_html
-from specforge_trim.data.inspect_stats import Training, last_steps
+from specforge_trim.data.report.html import inspect_html
+from specforge_trim.data.report.stats import Training, last_steps
+from specforge_trim.data.report.terminal import inspect_terminal
 from specforge_trim.plan.cost import DraftDims
 from specforge_trim.plan.pack import build_trim_pack
 

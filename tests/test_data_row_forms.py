@@ -14,7 +14,7 @@ from test_data_templates import EXPECTED, ROWS
 
 from specforge_trim.data.conversation import parse_row, read_conversations
 from specforge_trim.data.dataset import prepare
-from specforge_trim.data.rows import Conversation, RowError, TextRow, TokenRow
+from specforge_trim.data.records import Conversation, RowError, TextRow, TokenRow
 from specforge_trim.data.supervision import MaskOptions
 from specforge_trim.data.tokenize import ChatTokenizer, Document
 

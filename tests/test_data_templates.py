@@ -10,7 +10,7 @@ import pytest
 from test_data_masks import supervised
 
 from specforge_trim.data.conversation import parse_row
-from specforge_trim.data.rows import RowError
+from specforge_trim.data.records import RowError
 from specforge_trim.data.supervision import MaskOptions
 from specforge_trim.data.tokenize import ChatTokenizer
 

@@ -13,8 +13,8 @@ from tiny import randomise, tiny_config
 from tiny_draft import prompt_ids, random_draft
 from transformers import LlamaForCausalLM
 
-from specforge_trim.model.cached_draft import CachedDraft
-from specforge_trim.target.hf import HFTarget
+from specforge_trim.drafts.eagle3.proposer import CachedDraft
+from specforge_trim.verifier.hf import HFTarget
 
 K = 4
 

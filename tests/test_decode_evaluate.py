@@ -15,11 +15,11 @@ from tiny import randomise, tiny_config
 from tiny_draft import prompt_ids, random_draft
 from transformers import LlamaForCausalLM
 
-from specforge_trim import decode
-from specforge_trim.decode import Prompt, evaluate
-from specforge_trim.decode_report import ArmReport, EvalReport, SetReport
-from specforge_trim.decode_rounds import Decoded, Recording
-from specforge_trim.target.hf import HFTarget
+from specforge_trim.decode import prompts as decode
+from specforge_trim.decode.prompts import Prompt, evaluate
+from specforge_trim.decode.report import ArmReport, EvalReport, SetReport
+from specforge_trim.decode.rounds import Decoded, Recording
+from specforge_trim.verifier.hf import HFTarget
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,17 @@ from tiny import randomise, tiny_config
 from tiny_draft import prompt_ids, random_draft
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
-from specforge_trim.decode import Prompt, check_pair, first_difference, last_prompt, speculate
-from specforge_trim.decode_rounds import LiveVerifier, RecordedVerifier, Recording, decode_rounds
-from specforge_trim.model.cached_draft import CachedDraft
-from specforge_trim.target.cached import CachedTarget
-from specforge_trim.target.hf import HFTarget
+from specforge_trim.decode.prompts import (
+    Prompt,
+    check_pair,
+    first_difference,
+    last_prompt,
+    speculate,
+)
+from specforge_trim.decode.rounds import LiveVerifier, RecordedVerifier, Recording, decode_rounds
+from specforge_trim.drafts.eagle3.proposer import CachedDraft
+from specforge_trim.verifier.cached import CachedTarget
+from specforge_trim.verifier.hf import HFTarget
 
 
 @pytest.fixture(scope="module")

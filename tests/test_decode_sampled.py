@@ -15,10 +15,10 @@ from tiny import randomise, tiny_config
 from tiny_draft import prompt_ids, random_draft
 from transformers import LlamaForCausalLM
 
-from specforge_trim import sampled_decode
-from specforge_trim.decode import Prompt
-from specforge_trim.sampled_decode import acceptance, probabilities, residual, verify_chain
-from specforge_trim.target.hf import HFTarget
+from specforge_trim.decode import sampled as sampled_decode
+from specforge_trim.decode.prompts import Prompt
+from specforge_trim.decode.sampled import acceptance, probabilities, residual, verify_chain
+from specforge_trim.verifier.hf import HFTarget
 
 # Chi-square quantiles at 1 - 1e-6: a sound rule fails once in a million such tests, and the seeds
 # are fixed.

@@ -15,7 +15,7 @@ import pytest
 import torch
 from ttt_case import make_batch, make_case, make_pack, run_step
 
-from specforge_trim.train import stages
+from specforge_trim.drafts.eagle3 import step as stages
 
 LENGTH, K = 11, 4
 LLAMA3 = {

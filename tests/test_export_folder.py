@@ -17,10 +17,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from specforge_trim.export import check_export, export_draft, load_draft, serving_tensors
-from specforge_trim.model.draft import Eagle3Draft
-from specforge_trim.model.draft_config import DraftConfig
-from specforge_trim.model.vocab import build_draft_vocab
+from specforge_trim.drafts.eagle3.model import Eagle3Draft
+from specforge_trim.drafts.eagle3.sizes import DraftConfig
+from specforge_trim.drafts.eagle3.vocab import build_draft_vocab
+from specforge_trim.drafts.eagle3.writing import (
+    check_export,
+    export_draft,
+    load_draft,
+    serving_tensors,
+)
 
 V, VD, D = 40, 12, 24
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from test_export_folder import VD, D, V, draft, draft_config, target_config
 from transformers import LlamaConfig
 
-from specforge_trim.export import export_draft, load_draft
-from specforge_trim.model.draft_import import read_draft_config
-from specforge_trim.model.prune import prune_vocab
-from specforge_trim.model_card import update_acceptance
+from specforge_trim.drafts.eagle3.card import update_acceptance
+from specforge_trim.drafts.eagle3.prune import prune_vocab
+from specforge_trim.drafts.eagle3.reading import read_draft_config
+from specforge_trim.drafts.eagle3.writing import export_draft, load_draft
 
 LAYER = "layers.0."
 # What vLLM's EAGLE-3 model holds, stacked projections as it stacks them.

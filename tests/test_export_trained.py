@@ -16,14 +16,14 @@ from test_export_folder import draft
 from test_export_formats import export
 from tiny import run_recipe, tiny_config, training_place
 
-from specforge_trim.cli import main
-from specforge_trim.decode import speculate
-from specforge_trim.export import load_draft
-from specforge_trim.model.make_config import draft_for_target
-from specforge_trim.objective.teacher import Teacher
-from specforge_trim.target.hf import load_embedding_and_head
-from specforge_trim.train import stages
-from specforge_trim.train.batch import PlanSettings, make_batch
+from specforge_trim.cli.main import main
+from specforge_trim.decode.prompts import speculate
+from specforge_trim.drafts.eagle3 import step as stages
+from specforge_trim.drafts.eagle3.batch import PlanSettings, make_batch
+from specforge_trim.drafts.eagle3.for_target import draft_for_target
+from specforge_trim.drafts.eagle3.writing import load_draft
+from specforge_trim.loss.teacher import Teacher
+from specforge_trim.verifier.hf import load_embedding_and_head
 
 # Width 40 is no multiple of 6 heads, and 16 is not 40 / 6; positions as if training were short.
 ODD = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16,

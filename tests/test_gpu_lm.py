@@ -11,7 +11,7 @@ from lm_case import make_model, make_stream, reference_step
 from test_gpu_ranks import GPU
 from test_lm_train import documents
 
-from specforge_trim.row_sparse import RowSparseSettings, enable_row_sparse
+from specforge_trim.drafts.lm.layers import RowSparseSettings, enable_row_sparse
 from specforge_trim.train.lm_batch import LmPlan, make_lm_batch
 from specforge_trim.train.lm_step import LmStepSettings, lm_step
 

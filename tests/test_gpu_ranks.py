@@ -14,13 +14,13 @@ import torch.distributed as dist
 from ranks import own_part
 from ttt_case import make_batch, make_case, make_pack
 
-from specforge_trim.distributed import World
-from specforge_trim.objective.teacher import Teacher
-from specforge_trim.parallel.comm import RankGroup
-from specforge_trim.parallel.layout import ALONE, Layout
+from specforge_trim.drafts.eagle3.step import StepSettings, ttt_step
+from specforge_trim.loss.teacher import Teacher
 from specforge_trim.plan.shard import SequenceSplit
-from specforge_trim.train.gradients import FullySharded, Replicated
-from specforge_trim.train.stages import StepSettings, ttt_step
+from specforge_trim.ranks.gradients import FullySharded, Replicated
+from specforge_trim.ranks.group import RankGroup
+from specforge_trim.ranks.layout import ALONE, Layout
+from specforge_trim.ranks.world import World
 
 GPU = pytest.param(
     "cuda",

@@ -11,7 +11,7 @@ import pytest
 from lm_run import make_place, run
 from transformers import AutoModelForCausalLM
 
-from specforge_trim.lm_cli import train_lm_main
+from specforge_trim.cli.lm import train_lm_main
 from specforge_trim.train import lm_loop
 
 

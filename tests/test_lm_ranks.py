@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from test_parallel_runs import forget_after
 from tiny import metric_rows
 
-from specforge_trim.lm_cli import train_lm_main
+from specforge_trim.cli.lm import train_lm_main
 
 ROOT = Path(__file__).resolve().parent.parent
 CUT = ("--stop-grad-context-tokens",)

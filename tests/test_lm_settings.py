@@ -19,12 +19,12 @@ from test_lm_train import place  # noqa: F401
 from tiny import write_conversations
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, MistralForCausalLM
 
-from specforge_trim import lm_pipeline
-from specforge_trim.distributed import World
-from specforge_trim.lm_cli import train_lm_main
-from specforge_trim.lm_config import LmConfig
-from specforge_trim.options import build, read_yaml
-from specforge_trim.row_sparse.layers import _Sparse
+from specforge_trim.cli.lm import train_lm_main
+from specforge_trim.config.options import build, read_yaml
+from specforge_trim.drafts.lm.layers import _Sparse
+from specforge_trim.drafts.lm.settings import LmConfig
+from specforge_trim.ranks.world import World
+from specforge_trim.train import lm_run as lm_pipeline
 from specforge_trim.train.checkpoint import check_identity
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))

@@ -19,9 +19,10 @@ from test_lm_train import documents, soft_targets
 from test_stages_sync import Elsewhere
 from torch import nn
 
-import specforge_trim.objective.linear_loss as linear_loss_module
-from specforge_trim.loss_terms import parse_objective
-from specforge_trim.row_sparse import RowSparseSettings, enable_row_sparse, head
+import specforge_trim.loss.linear_loss as linear_loss_module
+from specforge_trim.config.objective import parse_objective
+from specforge_trim.drafts.lm.layers import RowSparseSettings, enable_row_sparse
+from specforge_trim.loss import labels as head
 from specforge_trim.train import lm_step as step_module
 from specforge_trim.train.lm_batch import LmPlan, make_lm_batch
 from specforge_trim.train.lm_step import LmStepSettings, lm_step

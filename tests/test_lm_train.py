@@ -19,20 +19,20 @@ from ranks import run_world
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from specforge_trim.lm_cli import train_lm_main
-from specforge_trim.lm_config import LmConfig
-from specforge_trim.lm_evaluate import evaluate_lm
-from specforge_trim.loss_terms import parse_objective
-from specforge_trim.objective.teacher import Teacher
-from specforge_trim.options import ConfigError, build, read_yaml
-from specforge_trim.row_sparse import RowSparseSettings, enable_row_sparse
-from specforge_trim.target.hf import HFTarget
+from specforge_trim.cli.lm import train_lm_main
+from specforge_trim.config.objective import parse_objective
+from specforge_trim.config.options import ConfigError, build, read_yaml
+from specforge_trim.decode.lm import evaluate_lm
+from specforge_trim.drafts.lm.layers import RowSparseSettings, enable_row_sparse
+from specforge_trim.drafts.lm.settings import LmConfig
+from specforge_trim.loss.teacher import Teacher
+from specforge_trim.ranks.gradients import FullySharded
 from specforge_trim.train import lm_loop
 from specforge_trim.train import lm_step as lm_step_module
-from specforge_trim.train.gradients import FullySharded
 from specforge_trim.train.lm_batch import LmPlan, make_lm_batch
 from specforge_trim.train.lm_loop import _Replicated
 from specforge_trim.train.lm_step import LmStepSettings, SoftTargets, lm_step
+from specforge_trim.verifier.hf import HFTarget
 
 ON = RowSparseSettings(stop_grad_context_tokens=True)
 MASKS = ["000000111000110", "0001", "110000000011111100"]
@@ -291,7 +291,7 @@ def test_fine_tuning_needs_no_target_pass(place, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("the target is loaded")
 
-    monkeypatch.setattr("specforge_trim.lm_pipeline.soft_targets", refuse)
+    monkeypatch.setattr("specforge_trim.train.lm_run.soft_targets", refuse)
     _, rows = run(place, "tuned", "--label-weight", "1", "--distill-weight", "0")
     assert rows[-1]["label_loss"] < rows[0]["label_loss"]
     assert "distill_loss" not in rows[0]
@@ -314,7 +314,7 @@ def test_fine_tuning_needs_no_target_pass(place, monkeypatch):
 )
 def test_settings_that_cannot_work_are_named(place, flags, says, capsys, monkeypatch):
     """Before a model is loaded."""
-    monkeypatch.setattr("specforge_trim.lm_pipeline.build_lm", lambda *_: pytest.fail("trains"))
+    monkeypatch.setattr("specforge_trim.train.lm_run.build_lm", lambda *_: pytest.fail("trains"))
     arguments = ["--config", f"{place}/recipe.yaml", "--output-dir", f"{place}/no", *flags]
     assert train_lm_main(arguments) == 2
     assert says in capsys.readouterr().err

@@ -25,8 +25,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from specforge_trim.lm_cli import train_lm_main
-from specforge_trim.lm_vocabulary import check_vocabulary, fit_vocabulary
+from specforge_trim.cli.lm import train_lm_main
+from specforge_trim.drafts.lm.vocabulary import check_vocabulary, fit_vocabulary
 
 TOKENS = 262  # of the tokenizer; ids from there on are padding
 
@@ -98,7 +98,8 @@ def test_new_rows_are_the_mean_of_those_that_no_token_uses(tmp_path, tied):
     before = model(ids).logits
     fit_vocabulary(model, 280, draft)
     after = model(ids).logits
-    assert torch.equal(before, after[..., :265])
+    # Not bit for bit: a product of another width may sum in another order.
+    torch.testing.assert_close(after[..., :265], before, rtol=1e-5, atol=1e-5)
     for weight, was in zip((model.model.embed_tokens.weight, model.lm_head.weight), old,
                            strict=True):  # fmt: skip
         assert torch.equal(weight[:265], was)
@@ -106,7 +107,7 @@ def test_new_rows_are_the_mean_of_those_that_no_token_uses(tmp_path, tied):
             torch.testing.assert_close(weight[row], (was[262] + was[263] + was[264]) / 3)
     assert (model.model.embed_tokens.weight is model.lm_head.weight) == tied
     fit_vocabulary(model, 263, draft)
-    assert torch.equal(before[..., :263], model(ids).logits)
+    torch.testing.assert_close(model(ids).logits, before[..., :263], rtol=1e-5, atol=1e-5)
     assert model.config.vocab_size == 263
 
 

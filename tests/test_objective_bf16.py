@@ -13,9 +13,9 @@ import pytest
 import torch
 from dense_objectives import DENSE
 
-from specforge_trim.loss_terms import parse_objective
-from specforge_trim.objective.linear_loss import linear_loss
-from specforge_trim.objective.teacher import Teacher
+from specforge_trim.config.objective import parse_objective
+from specforge_trim.loss.linear_loss import linear_loss
+from specforge_trim.loss.teacher import Teacher
 
 V, D, ROWS = 32_000, 64, 8
 

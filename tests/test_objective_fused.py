@@ -13,11 +13,11 @@ import torch
 from dense_objectives import OBJECTIVES, dense_objective
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specforge_trim.loss_terms import parse_objective
-from specforge_trim.objective import linear_loss as fused
-from specforge_trim.objective import teacher as teachers
-from specforge_trim.objective.linear_loss import linear_loss
-from specforge_trim.objective.teacher import Teacher, TeacherTable
+from specforge_trim.config.objective import parse_objective
+from specforge_trim.loss import linear_loss as fused
+from specforge_trim.loss import teacher as teachers
+from specforge_trim.loss.linear_loss import linear_loss
+from specforge_trim.loss.teacher import Teacher, TeacherTable
 
 D, V, VD, S, N = 6, 40, 24, 9, 14
 

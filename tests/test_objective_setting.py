@@ -7,9 +7,9 @@ made.
 
 import pytest
 
-from specforge_trim.config import Config, ConfigError, LossConfig, load_config
-from specforge_trim.loss_terms import TERMS, Objective, parse_objective
-from specforge_trim.objective.divergences import _TERMS
+from specforge_trim.config.objective import TERMS, Objective, parse_objective
+from specforge_trim.drafts.eagle3.settings import Config, ConfigError, LossConfig, load_config
+from specforge_trim.loss.divergences import _TERMS
 from specforge_trim.train.loop import step_settings
 
 

@@ -12,9 +12,9 @@ from test_target_hf import FAMILIES
 from tiny import random_ids_and_mask, randomise
 from transformers import AutoModelForCausalLM
 
-from specforge_trim.objective import teacher as teachers
-from specforge_trim.objective.teacher import Teacher
-from specforge_trim.target.hf import HFTarget, load_embedding_and_head
+from specforge_trim.loss import teacher as teachers
+from specforge_trim.loss.teacher import Teacher
+from specforge_trim.verifier.hf import HFTarget, load_embedding_and_head
 
 V, D = 23, 5
 

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from specforge_trim import cli, quickstart
-from specforge_trim.cli import COMMANDS
-from specforge_trim.config import config_parser
-from specforge_trim.lm_config import LmConfig
+from specforge_trim.cli import main as cli
+from specforge_trim.cli import quickstart
+from specforge_trim.cli.main import COMMANDS
+from specforge_trim.drafts.eagle3.settings import config_parser
+from specforge_trim.drafts.lm.settings import LmConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_LINES = 400
+MAX_LINES = 600
 MAX_FUNCTION_LINES = 60
 
 # The keys serving engines read; a config that lacks one is completed by a silent wrong default.
@@ -133,7 +133,7 @@ def test_contract_names_are_importable():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.json")), ids=lambda p: p.stem)
 def test_draft_configs_load_and_hold_the_served_keys(path):
-    from specforge_trim.model.draft_config import DraftConfig
+    from specforge_trim.drafts.eagle3.sizes import DraftConfig
 
     values = json.loads(path.read_text())
     assert set(values) >= REQUIRED_KEYS, REQUIRED_KEYS - set(values)
@@ -176,7 +176,7 @@ def test_every_recipe_key_carries_a_comment():
 def test_the_quickstart_recipe_loads_trims_and_names_every_setting():
     import yaml
 
-    from specforge_trim.config import Config, load_config
+    from specforge_trim.drafts.eagle3.settings import Config, load_config
 
     path = ROOT / "examples" / "quickstart.yaml"
     config = load_config(["--config", str(path)], prog="test", description="")

@@ -6,53 +6,22 @@ imported when a module loads, a print or a warning on import.
 """
 
 import ast
+import itertools
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "specforge_trim"
 
-# area -> areas it may import. An area is a sub-package or a module at the top of the package.
-BASE = {"options", "loss_terms", "config", "config_checks", "config_training", "distributed"}
-SIDE = BASE | {"plan"}
-MAY_IMPORT = {
-    "__init__": {"plan"},
-    "options": set(),
-    "loss_terms": set(),
-    "summary": set(),
-    "curves": set(),
-    "config": {"options", "loss_terms", "config_checks", "config_sections", "config_training"},
-    "config_sections": {"options", "loss_terms"},
-    "config_training": {"options", "config_sections"},
-    "lm_config": {"options", "loss_terms", "config_sections", "config_training", "config_checks"},
-    "config_checks": {"options", "loss_terms", "config_training"},
-    "provenance": {"options", "config_training"},
-    "distributed": {"options", "config"},
-    "plan": BASE,
-    "parallel": BASE,
-    "attention": SIDE | {"parallel"},
-    "data": SIDE,
-    "target": SIDE | {"data"},
-    "model": SIDE | {"attention", "target"},
-    "objective": SIDE | {"attention", "target"},
-    "row_sparse": SIDE | {"attention", "objective"},
-    "train": SIDE
-    | {"row_sparse", "parallel", "attention", "model", "objective", "data", "target"},
-    "model_card": {"model"},
-    "export": SIDE | {"attention", "model", "objective", "data", "target", "model_card"},
-    "decode_report": {"summary"},
-    "sampled_decode": {"model", "target"},
-    "decode_rounds": {"target"},
-    "decode": {"decode_report", "decode_rounds", "sampled_decode", "model", "target"},
-}
-# Entry points: they may import everything, and nothing imports them.
-ENTRY_POINTS = {
-    "cli", "draft_commands", "draft_setup", "dry_run", "running", "quickstart", "feature_sources",
-    "first_draft", "pipeline", "regeneration", "reports", "results", "lm_cli", "lm_dry_run",
-    "lm_evaluate", "lm_pipeline", "lm_vocabulary", "training_decoding", "__main__",
-}  # fmt: skip
+# A folder imports from itself and from those before it. Nothing is exempt.
+ORDER = (
+    "common", "config", "plan", "loss", "ranks", "attention", "data", "verifier", "drafts",
+    "decode", "train", "cli",
+)  # fmt: skip
 OPTIONAL = {
     "flash_attn", "yunchang", "triton", "wandb", "tensorboard", "gguf", "accelerate", "pyarrow",
     "matplotlib",
@@ -85,23 +54,21 @@ def area_of(dotted: str) -> str | None:
 
 
 def import_violations(root: Path) -> list[str]:
-    """Every import in root/specforge_trim that goes against MAY_IMPORT."""
+    """Every import in root/specforge_trim that goes against ORDER."""
     package = root / PACKAGE
-    areas = {p.stem if p.is_file() else p.name for p in package.iterdir()} - {"__pycache__"}
     problems = []
     for path in sorted(package.rglob("*.py")):
         relative = path.relative_to(root)
         module = ".".join(relative.with_suffix("").parts)
         area = relative.parts[1].removesuffix(".py")
-        if area in ENTRY_POINTS:
-            continue
-        if area not in MAY_IMPORT:
-            problems.append(f"{relative}: area {area} has no rule in MAY_IMPORT")
-            continue
+        # The package's own __init__ names its public functions by module, and imports none.
+        before = ORDER.index(area) if area in ORDER else -1
+        if before < 0 and area != "__init__":
+            problems.append(f"{relative}: {area} has no place in ORDER")
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for line, name in imported_modules(tree, module):
             other = area_of(name)
-            if other in areas and other != area and other not in MAY_IMPORT[area]:
+            if other in ORDER and ORDER.index(other) > before:
                 problems.append(f"{relative}:{line}: {area} imports {other}")
             same_kernels = relative.parts[2:3] == ("kernels",) and path.name != "__init__.py"
             if same_kernels and name.startswith(f"{PACKAGE}.attention.kernels."):
@@ -143,42 +110,36 @@ def test_optional_packages_are_imported_lazily():
     assert eager_optional_imports(ROOT) == []
 
 
-def test_the_table_itself_has_no_cycle():
-    order: list[str] = []
-    left = dict(MAY_IMPORT)
-    while left:
-        ready = [area for area, needs in left.items() if not (needs & set(left))]
-        assert ready, f"cycle among {sorted(left)}"
-        order += ready
-        for area in ready:
-            del left[area]
-    assert order.index("plan") < order.index("attention") < order.index("model")
-    assert order.index("objective") < order.index("train")
-    assert not any("train" in needs for needs in MAY_IMPORT.values())
+def test_every_folder_has_its_place_and_none_is_exempt():
+    folders = {path.parent.name for path in (ROOT / PACKAGE).glob("*/__init__.py")}
+    assert folders == set(ORDER) and len(ORDER) == 12
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.combinations(ORDER, 2)))
+def test_one_import_against_the_order_is_seen(before, after, tmp_path):
+    files = {f"{before}/a.py": "", f"{after}/b.py": f"from specforge_trim.{before} import a\n"}
+    write_tree(tmp_path, files)
+    assert import_violations(tmp_path) == []
+    write_tree(tmp_path, {f"{before}/a.py": f"def f():\n    from ..{after}.b import x\n"})
+    assert f"{before}/a.py:2: {before} imports {after}" in "\n".join(import_violations(tmp_path))
 
 
 def test_every_kind_of_violation_is_seen(tmp_path):
     write_tree(
         tmp_path,
         {
-            "__init__.py": "",
-            "plan/rows.py": "import torch\nfrom specforge_trim.model import draft\n",
-            "plan/fine.py": "from specforge_trim import distributed\nfrom . import rows\n",
-            "distributed.py": "",
-            "model/draft.py": "def f():\n    from ..train.loop import train\n",
-            "train/loop.py": "from specforge_trim.model.draft import f\n",
+            "__init__.py": "from specforge_trim.plan import rows\n",
             "attention/kernels/one.py": "from . import two\n",
             "attention/kernels/two.py": "",
-            "cli.py": "import specforge_trim.train.loop\n",
             "novelty.py": "",
+            "plan/rows.py": "import torch\nfrom . import pack\n",
         },
     )
     text = "\n".join(import_violations(tmp_path))
-    assert "plan/rows.py:2: plan imports model" in text
-    assert "model/draft.py:2: model imports train" in text
+    assert "__init__.py:1: __init__ imports plan" in text
     assert "kernels/one.py:1: a kernel imports a kernel" in text
-    assert "novelty has no rule" in text
-    assert "fine.py" not in text and "loop.py" not in text and "cli.py" not in text
+    assert "novelty has no place" in text
+    assert "rows.py" not in text
 
 
 def test_an_eager_optional_import_is_seen(tmp_path):

@@ -15,14 +15,14 @@ from test_train_batch import Fake
 from ttt_case import make_batch, make_case, make_pack
 
 from specforge_trim.data.document_features import BadFeatures
-from specforge_trim.distributed import PeerFailed, PeerLost
-from specforge_trim.parallel.layout import make_layout
+from specforge_trim.drafts.eagle3.batch import PlanSettings
+from specforge_trim.drafts.eagle3.step import StepSettings, ttt_step
 from specforge_trim.plan.guard import select_documents
 from specforge_trim.plan.shard import SequenceSplit, budget_votes
-from specforge_trim.train.batch import PlanSettings
+from specforge_trim.ranks.layout import make_layout
+from specforge_trim.ranks.world import PeerFailed, PeerLost
 from specforge_trim.train.loader import BatchLoader
 from specforge_trim.train.sampler import Schedule
-from specforge_trim.train.stages import StepSettings, ttt_step
 
 # Rank 0 holds tokens 0 to 19 with 4 rows, rank 1 holds 20 to 39 with 15: three chunks of 6. With
 # all rows it would be 20 and four chunks.

@@ -20,11 +20,12 @@ from test_stages_classic import run_classic
 from ttt_case import make_batch, make_case, make_pack
 
 from specforge_trim.attention.context_kv import segment_parts
-from specforge_trim.objective.teacher import Teacher
-from specforge_trim.parallel.layout import make_layout
+from specforge_trim.drafts.eagle3.model import row_only_parameters
+from specforge_trim.drafts.eagle3.step import StepSettings, ttt_step
+from specforge_trim.loss.teacher import Teacher
 from specforge_trim.plan.shard import SequenceSplit, bytes_sent
-from specforge_trim.train.gradients import FullySharded, Replicated
-from specforge_trim.train.stages import StepSettings, ttt_step
+from specforge_trim.ranks.gradients import FullySharded, Replicated
+from specforge_trim.ranks.layout import make_layout
 
 LENGTHS = (19, 7, 11)  # 37 tokens: divisible by neither 2 nor 4
 STEPS = 4
@@ -300,7 +301,7 @@ def accumulation_main(world):
         step(part)
     alone = gradients(case.model)
     case.model.zero_grad(set_to_none=True)
-    reducer = Replicated(case.model, world)
+    reducer = Replicated(case.model, world, early=row_only_parameters(case.model))
     reducer.begin()
     sent = reducer._group
     step(world.rank, reducer.rows_done)

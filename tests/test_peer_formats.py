@@ -17,17 +17,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_step import Doc, run_step
 
-from specforge_trim.cli import train_main
+from specforge_trim.cli.main import train_main
 from specforge_trim.data.document_features import BadFeatures
 from specforge_trim.data.peer_formats.folder import PeerData
 from specforge_trim.data.peer_formats.vocab_maps import read_vocab_maps
 from specforge_trim.data.store import FeatureStore
-from specforge_trim.target.features import capture
-from specforge_trim.target.final_norm import load_final_norm
-from specforge_trim.target.hf import HFTarget
-from specforge_trim.train.batch import PlanSettings, make_batch
+from specforge_trim.drafts.eagle3.batch import PlanSettings, make_batch
 from specforge_trim.train.loader import BatchLoader
 from specforge_trim.train.sampler import Schedule
+from specforge_trim.verifier.capture import capture
+from specforge_trim.verifier.final_norm import load_final_norm
+from specforge_trim.verifier.hf import HFTarget
 
 STEPS = 3
 SETTINGS = PlanSettings(ttt_length=STEPS, trim_loss_positions=True, trim_backbone_rows=True)

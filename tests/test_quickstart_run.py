@@ -15,9 +15,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specforge_trim import pipeline, quickstart, results
+from specforge_trim.cli import quickstart
+from specforge_trim.cli.running import guarded
 from specforge_trim.plan.cost import DraftDims
-from specforge_trim.running import guarded
+from specforge_trim.train import results
+from specforge_trim.train import run as pipeline
 
 DIMS = DraftDims(
     hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, draft_vocab=32, aux_width=24

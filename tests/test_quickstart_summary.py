@@ -4,7 +4,7 @@ Bugs caught: a line too wide for 80 columns, a share printed as a fraction, a co
 equal outputs that forgets a prompt set, minutes that do not add up.
 """
 
-from specforge_trim.summary import (
+from specforge_trim.cli.summary import (
     DataLine,
     EvaluateLine,
     TrainLine,

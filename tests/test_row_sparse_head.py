@@ -11,8 +11,9 @@ from lm_case import make_stream
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specforge_trim.row_sparse import head, kept_log_probs, label_loss, loss_rows, plan_rows
-from specforge_trim.row_sparse.head import LogitForm
+from specforge_trim.drafts.lm.rows import loss_rows, plan_rows
+from specforge_trim.loss import labels as head
+from specforge_trim.loss.labels import LogitForm, kept_log_probs, label_loss
 
 T, D, V = 23, 12, 37
 FORMS = {"plain": LogitForm(), "capped": LogitForm(softcap=3.0), "both": LogitForm(0.5, 2.0)}

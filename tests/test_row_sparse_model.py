@@ -22,15 +22,14 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from specforge_trim.row_sparse import (
+from specforge_trim.drafts.lm.layers import (
     RowSparseSettings,
     disable_row_sparse,
     enable_row_sparse,
     hidden_states,
-    label_loss,
-    loss_rows,
-    plan_rows,
 )
+from specforge_trim.drafts.lm.rows import loss_rows, plan_rows
+from specforge_trim.loss.labels import label_loss
 
 ON = RowSparseSettings(stop_grad_context_tokens=True)
 OFF = RowSparseSettings()

@@ -11,15 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from specforge_trim.distributed import sum_gradients
-from specforge_trim.row_sparse import (
-    RowSparseSettings,
-    enable_row_sparse,
-    hidden_states,
-    label_loss,
-    loss_rows,
-    plan_rows,
-)
+from specforge_trim.drafts.lm.layers import RowSparseSettings, enable_row_sparse, hidden_states
+from specforge_trim.drafts.lm.rows import loss_rows, plan_rows
+from specforge_trim.loss.labels import label_loss
+from specforge_trim.ranks.world import sum_gradients
 
 ON = RowSparseSettings(stop_grad_context_tokens=True)
 MASKS = (["000000111000110", "0001"], ["0000000", "00000"])  # rank 1 has nothing to learn

@@ -10,15 +10,9 @@ import torch
 from lm_case import make_model, make_stream
 from test_stages_sync import Trap
 
-from specforge_trim.row_sparse import (
-    RowSparseSettings,
-    enable_row_sparse,
-    hidden_states,
-    kept_log_probs,
-    label_loss,
-    loss_rows,
-    plan_rows,
-)
+from specforge_trim.drafts.lm.layers import RowSparseSettings, enable_row_sparse, hidden_states
+from specforge_trim.drafts.lm.rows import loss_rows, plan_rows
+from specforge_trim.loss.labels import kept_log_probs, label_loss
 
 
 @pytest.mark.parametrize("flag", [True, False], ids=["cut", "whole"])

@@ -17,7 +17,8 @@ from test_row_sparse_model import OFF, ON, assert_equal_gradients, run
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specforge_trim.row_sparse import enable_row_sparse, hidden_states, plan_rows
+from specforge_trim.drafts.lm.layers import enable_row_sparse, hidden_states
+from specforge_trim.drafts.lm.rows import plan_rows
 
 PRODUCTS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::bmm": (0, 1)}
 

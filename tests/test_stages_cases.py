@@ -9,8 +9,8 @@ import pytest
 import torch
 from ttt_case import make_batch, make_case, make_pack, run_step
 
-from specforge_trim.model.cached_draft import CachedDraft
-from specforge_trim.train import stages
+from specforge_trim.drafts.eagle3 import step as stages
+from specforge_trim.drafts.eagle3.proposer import CachedDraft
 
 MASK = [0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0]
 

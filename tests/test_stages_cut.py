@@ -15,12 +15,13 @@ from test_stages_oracle import assert_equal
 from test_stages_sync import Trap
 from ttt_case import make_batch, make_case, make_pack, oracle_model, run_step
 
-from specforge_trim.parallel.layout import make_layout
+from specforge_trim.drafts.eagle3.batch import PlanSettings
+from specforge_trim.drafts.eagle3.batch import make_batch as plan_batch
+from specforge_trim.drafts.eagle3.model import row_only_parameters
+from specforge_trim.drafts.eagle3.step import StepSettings, ttt_step
 from specforge_trim.plan.shard import SequenceSplit
-from specforge_trim.train.batch import PlanSettings
-from specforge_trim.train.batch import make_batch as plan_batch
-from specforge_trim.train.gradients import Replicated
-from specforge_trim.train.stages import StepSettings, ttt_step
+from specforge_trim.ranks.gradients import Replicated
+from specforge_trim.ranks.layout import make_layout
 
 MASKS = {
     "blocks": [[0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0]],
@@ -134,7 +135,7 @@ def shared(world):
         split = SequenceSplit(rank=world.rank, size=2, rows="dealt", gathered=True, ulysses=2)
         batch = own_part(case, make_pack(case), split, chunk_rows=5, grad_rows=rows)
         case.model.zero_grad(set_to_none=True)
-        reducer = Replicated(case.model, world)
+        reducer = Replicated(case.model, world, early=row_only_parameters(case.model))
         reducer.begin()
         total = float(case.cu_seqlens[-1])
         ttt_step(

@@ -14,14 +14,14 @@ from tiny import random_ids_and_mask, save_tiny_target
 from tiny_step import Doc, run_step
 
 from specforge_trim.data.store import FeatureStore
+from specforge_trim.drafts.eagle3.batch import PlanSettings
 from specforge_trim.plan.pack import build_trim_pack
 from specforge_trim.plan.segments import plan_chunks
-from specforge_trim.target.features import capture, store_spec
-from specforge_trim.target.hf import HFTarget
-from specforge_trim.train.batch import PlanSettings
 from specforge_trim.train.loader import BatchLoader
 from specforge_trim.train.metrics import StepCounts, metrics_row
 from specforge_trim.train.sampler import Schedule
+from specforge_trim.verifier.capture import capture, store_spec
+from specforge_trim.verifier.hf import HFTarget
 
 STEPS = 4
 TRIM = {"trim_loss_positions": True, "trim_backbone_rows": True}

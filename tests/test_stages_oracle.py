@@ -49,7 +49,7 @@ MASKS = {
 def fa_on_the_cpu(monkeypatch):
     """Let attention_backend=fa run here, on a stand-in with flash-attn's interface."""
     from specforge_trim.attention.kernels import flash_attn
-    from specforge_trim.train import stages
+    from specforge_trim.drafts.eagle3 import step as stages
 
     install_flash_attn(monkeypatch)
     real = stages.select_kernel

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from ttt_case import make_batch, make_case, make_pack
 
-from specforge_trim.objective import linear_loss
-from specforge_trim.train.stages import StepSettings, ttt_step
+from specforge_trim.drafts.eagle3.step import StepSettings, ttt_step
+from specforge_trim.loss import linear_loss
 
 ASKING = {
     "aten::_local_scalar_dense",

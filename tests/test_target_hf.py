@@ -18,13 +18,13 @@ from transformers import (
     Qwen3Config,
 )
 
-from specforge_trim.target.aux_layers import (
+from specforge_trim.verifier.aux_layers import (
     exported_aux_keys,
     from_sglang,
     resolve_aux_layers,
     to_sglang,
 )
-from specforge_trim.target.hf import HFTarget, load_embedding_and_head, target_fingerprint
+from specforge_trim.verifier.hf import HFTarget, load_embedding_and_head, target_fingerprint
 
 SHAPE = {
     "vocab_size": VOCAB_SIZE,

@@ -14,7 +14,7 @@ import torch
 from tiny import save_tiny_target
 from transformers import AutoModelForCausalLM
 
-from specforge_trim.target.hf import load_embedding_and_head, target_fingerprint
+from specforge_trim.verifier.hf import load_embedding_and_head, target_fingerprint
 
 NAME, COMMIT = "org/tiny", "0123456789abcdef0123456789abcdef01234567"
 

@@ -13,10 +13,10 @@ import torch
 from tiny import CHATML, save_tiny_target, tiny_messages, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from specforge_trim.target import answer_files
-from specforge_trim.target.answers import Answer, degenerate_reason
-from specforge_trim.target.local_answers import LocalAnswers
-from specforge_trim.target.regenerate import regenerate
+from specforge_trim.verifier.answers import written as answer_files
+from specforge_trim.verifier.answers.local import LocalAnswers
+from specforge_trim.verifier.answers.regenerate import regenerate
+from specforge_trim.verifier.answers.source import Answer, degenerate_reason
 
 END_IDS = [2, *range(100, 130)]  # a random model meets one of so many soon
 STRICT = "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('no') }}{% endif %}" + CHATML
@@ -119,7 +119,7 @@ class Interrupt(Exception):
 
 def count_requests(monkeypatch, *, stop_after=None):
     """Record every prompt the target is asked; raise after so many batches."""
-    from specforge_trim.target import local_answers as module
+    from specforge_trim.verifier.answers import local as module
 
     asked, batches, whole = [], [], module._Writer.answer
 

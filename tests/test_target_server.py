@@ -12,10 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from specforge_trim.cli import main
+from specforge_trim.cli.main import main
 from specforge_trim.data.conversation import read_conversations
-from specforge_trim.target.regenerate import regenerate
-from specforge_trim.target.server_answers import NoAnswer, ServerAnswers, served_model
+from specforge_trim.verifier.answers.regenerate import regenerate
+from specforge_trim.verifier.answers.server import NoAnswer, ServerAnswers, served_model
 
 WORDS = [f"{a}{b}" for a in "bcdfghklmn" for b in "aeiou"]
 

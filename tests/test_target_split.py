@@ -13,10 +13,10 @@ import torch.multiprocessing as mp
 from tiny import random_ids_and_mask, save_tiny_target
 from tiny_step import Doc
 
-from specforge_trim import distributed
 from specforge_trim.data.store import FeatureStore
-from specforge_trim.target.features import capture
-from specforge_trim.target.hf import HFTarget
+from specforge_trim.ranks import world as distributed
+from specforge_trim.verifier.capture import capture
+from specforge_trim.verifier.hf import HFTarget
 
 
 def documents():

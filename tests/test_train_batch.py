@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from specforge_trim.drafts.eagle3.batch import PlanSettings, make_batch
 from specforge_trim.plan.cost import DraftDims
-from specforge_trim.train.batch import PlanSettings, make_batch
 from specforge_trim.train.loader import BatchLoader
 from specforge_trim.train.sampler import Schedule
 

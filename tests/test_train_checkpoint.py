@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from specforge_trim.distributed import World
+from specforge_trim.ranks.world import World
 from specforge_trim.train import checkpoint as ck
 from specforge_trim.train.optimizer import (
     build_optimizer,

@@ -16,16 +16,16 @@ from ranks import run_world
 from safetensors.torch import load_file
 from test_peer_formats import write_specforge
 
-from specforge_trim import pipeline
-from specforge_trim.cli import main, train_main
-from specforge_trim.config import ConfigError, load_config
-from specforge_trim.decode import Prompt, evaluate
-from specforge_trim.distributed import World
-from specforge_trim.results import load_trained
-from specforge_trim.target.hf import HFTarget
+from specforge_trim.cli.main import main, train_main
+from specforge_trim.decode.prompts import Prompt, evaluate
+from specforge_trim.drafts.eagle3.settings import ConfigError, load_config
+from specforge_trim.ranks.world import World
 from specforge_trim.train import checkpoint as checkpoints
+from specforge_trim.train import run as pipeline
 from specforge_trim.train.evaluation import HeldOut
 from specforge_trim.train.loop import train
+from specforge_trim.train.results import load_trained
+from specforge_trim.verifier.hf import HFTarget
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 TRIM = ["--trim-loss-positions", "--trim-backbone-rows"]

@@ -20,18 +20,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_step import Doc
 
-from specforge_trim import feature_sources, pipeline
-from specforge_trim.cli import main, train_main
-from specforge_trim.config import ConfigError, load_config
+from specforge_trim.cli.main import main, train_main
 from specforge_trim.data import store as stores
 from specforge_trim.data.document_features import BadFeatures
-from specforge_trim.distributed import World
-from specforge_trim.target.features import capture
-from specforge_trim.target.hf import HFTarget
-from specforge_trim.train.batch import PlanSettings
+from specforge_trim.drafts.eagle3 import features as feature_sources
+from specforge_trim.drafts.eagle3.batch import PlanSettings
+from specforge_trim.drafts.eagle3.settings import ConfigError, load_config
+from specforge_trim.ranks.world import World
+from specforge_trim.train import run as pipeline
 from specforge_trim.train.loader import BatchLoader
 from specforge_trim.train.loop import train
 from specforge_trim.train.sampler import Schedule
+from specforge_trim.verifier.capture import capture
+from specforge_trim.verifier.hf import HFTarget
 
 TRIM = ["--trim-loss-positions", "--trim-backbone-rows"]
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
@@ -199,7 +200,7 @@ def test_verify_names_damage_and_makes_room_for_a_new_capture(damaged, capsys):
 def test_verify_writes_its_last_line_last_also_into_a_file(damaged, tmp_path):
     """Output and errors in one file, where output is not written line by line."""
     with open(tmp_path / "log", "w+") as log:
-        code = "import sys; from specforge_trim.cli import main; sys.exit(main(sys.argv[1:]))"
+        code = "import sys; from specforge_trim.cli.main import main; sys.exit(main(sys.argv[1:]))"
         command = [sys.executable, "-c", code, "verify", damaged().store.folder]
         held_back = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
         done = subprocess.run(

@@ -18,11 +18,11 @@ import tiny
 import torch
 from ranks import run_world
 
-from specforge_trim import pipeline
-from specforge_trim.config import load_config
 from specforge_trim.data.document_features import MemoryDocument
-from specforge_trim.distributed import World
+from specforge_trim.drafts.eagle3.settings import load_config
+from specforge_trim.ranks.world import World
 from specforge_trim.train import checkpoint as checkpoints
+from specforge_trim.train import run as pipeline
 from specforge_trim.train.loop import train
 from specforge_trim.train.sampler import Schedule
 

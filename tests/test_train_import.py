@@ -11,16 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny_target, tiny_config, write_conversations
 
-from specforge_trim import results
-from specforge_trim.cli import main, train_main
-from specforge_trim.config import Config
-from specforge_trim.draft_setup import draft_config
-from specforge_trim.export import export_draft, load_draft
-from specforge_trim.model.draft import Eagle3Draft
-from specforge_trim.model.make_config import draft_for_target
-from specforge_trim.model.vocab import build_draft_vocab
-from specforge_trim.options import ConfigError, build
-from specforge_trim.target.head import load_embedding_and_head
+from specforge_trim.cli.main import main, train_main
+from specforge_trim.config.options import ConfigError, build
+from specforge_trim.drafts.eagle3.for_target import draft_for_target
+from specforge_trim.drafts.eagle3.model import Eagle3Draft
+from specforge_trim.drafts.eagle3.settings import Config
+from specforge_trim.drafts.eagle3.sizing import draft_config
+from specforge_trim.drafts.eagle3.vocab import build_draft_vocab
+from specforge_trim.drafts.eagle3.writing import export_draft, load_draft
+from specforge_trim.train import results
+from specforge_trim.verifier.head import load_embedding_and_head
 
 
 @pytest.fixture(scope="module")

@@ -19,16 +19,16 @@ import torch
 import torch.multiprocessing as mp
 import ttt_case
 
-from specforge_trim import distributed
-from specforge_trim.distributed import World
-from specforge_trim.model.draft import Eagle3Draft
-from specforge_trim.model.draft_config import DraftConfig
-from specforge_trim.objective.teacher import Teacher
+from specforge_trim.drafts.eagle3.batch import PlanSettings, make_batch
+from specforge_trim.drafts.eagle3.model import Eagle3Draft, row_only_parameters
+from specforge_trim.drafts.eagle3.sizes import DraftConfig
+from specforge_trim.drafts.eagle3.step import StepSettings, ttt_step
+from specforge_trim.loss.teacher import Teacher
+from specforge_trim.ranks import world as distributed
+from specforge_trim.ranks.gradients import Replicated
+from specforge_trim.ranks.world import World
 from specforge_trim.train import loop
-from specforge_trim.train.batch import PlanSettings, make_batch
-from specforge_trim.train.gradients import Replicated
 from specforge_trim.train.metrics import count_step, metrics_row
-from specforge_trim.train.stages import StepSettings, ttt_step
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 KEPT = [1, 2, 4]  # the draft vocabulary; the target has tokens 0..5
@@ -130,7 +130,7 @@ def logged(world, model, teacher, batches, *, steps, kind="rows"):
     counts = count_step(batches, ttt_length=steps, world=world)
     denominators = loop._denominators(counts, kind)
     settings = StepSettings(compute_dtype=torch.float64)
-    reducer = Replicated(model, world)
+    reducer = Replicated(model, world, early=row_only_parameters(model))
     reducer.begin()
     results = [
         ttt_step(model, batch, teacher=teacher, denominators=denominators, settings=settings)

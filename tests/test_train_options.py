@@ -17,15 +17,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import GraniteConfig, GraniteForCausalLM
 
-from specforge_trim import first_draft, pipeline
-from specforge_trim.cli import main, train_main
-from specforge_trim.config import load_config
+from specforge_trim.cli.main import main, train_main
 from specforge_trim.data.made_from import changes
-from specforge_trim.distributed import World
-from specforge_trim.export import load_draft
-from specforge_trim.model.vocab import kept_ids
-from specforge_trim.target.hf import HFTarget
+from specforge_trim.drafts.eagle3 import start as first_draft
+from specforge_trim.drafts.eagle3.settings import load_config
+from specforge_trim.drafts.eagle3.vocab import kept_ids
+from specforge_trim.drafts.eagle3.writing import load_draft
+from specforge_trim.ranks.world import World
+from specforge_trim.train import run as pipeline
 from specforge_trim.train.loop import train
+from specforge_trim.verifier.hf import HFTarget
 
 TRIM = ["--trim-loss-positions", "--trim-backbone-rows"]
 ONE_BATCH = ["--tokens-per-batch", "100000"]

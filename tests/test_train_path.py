@@ -20,13 +20,13 @@ import pytest
 import tiny
 import torch
 
-from specforge_trim import pipeline
-from specforge_trim.cli import main, train_main
-from specforge_trim.config import load_config
-from specforge_trim.distributed import PeerLost, World
-from specforge_trim.export import load_draft
+from specforge_trim.cli.main import main, train_main
+from specforge_trim.drafts.eagle3.settings import load_config
+from specforge_trim.drafts.eagle3.writing import load_draft
+from specforge_trim.ranks.world import PeerLost, World
 from specforge_trim.train import checkpoint as checkpoints
 from specforge_trim.train import loop
+from specforge_trim.train import run as pipeline
 from specforge_trim.train.checkpoint_files import write_meta
 from specforge_trim.train.loop import train
 

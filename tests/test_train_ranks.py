@@ -14,10 +14,11 @@ import torch.multiprocessing as mp
 from torch import nn
 from ttt_case import make_case
 
-from specforge_trim import distributed
-from specforge_trim.distributed import PeerFailed, World
+from specforge_trim.drafts.eagle3.model import row_only_parameters
+from specforge_trim.ranks import world as distributed
+from specforge_trim.ranks.gradients import Replicated
+from specforge_trim.ranks.world import PeerFailed, World
 from specforge_trim.train import checkpoint as ck
-from specforge_trim.train.gradients import Replicated
 from specforge_trim.train.optimizer import build_optimizer
 
 
@@ -47,7 +48,7 @@ def reduced(model, world, own, *, flat=False):
     if flat:
         distributed.sum_gradients(model.parameters(), world)
         return [p.grad for p in trainable(model)]
-    reducer = Replicated(model, world)
+    reducer = Replicated(model, world, early=row_only_parameters(model))
     reducer.begin()
     reducer.rows_done()
     reducer.finish()

@@ -18,10 +18,10 @@ import tiny
 import torch
 from ranks import run_world
 
-from specforge_trim import pipeline
-from specforge_trim.config import load_config
-from specforge_trim.distributed import World
+from specforge_trim.drafts.eagle3.settings import load_config
+from specforge_trim.ranks.world import World
 from specforge_trim.train import loop
+from specforge_trim.train import run as pipeline
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 # (step, micro-batches of it that were done): steps count from 1; an epoch has 4 of them.

@@ -128,7 +128,7 @@ def check_second_signal_of_torchrun(place):
 
 
 def slow_start():
-    from specforge_trim import pipeline
+    from specforge_trim.train import run as pipeline
 
     def slow(*args, **kwargs):
         print("building")

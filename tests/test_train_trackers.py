@@ -17,10 +17,10 @@ import pytest
 import tiny
 import torch
 
-from specforge_trim import curves
-from specforge_trim.cli import main, train_main
-from specforge_trim.config import ConfigError, load_config
-from specforge_trim.distributed import World
+from specforge_trim.cli import plot as curves
+from specforge_trim.cli.main import main, train_main
+from specforge_trim.drafts.eagle3.settings import ConfigError, load_config
+from specforge_trim.ranks.world import World
 from specforge_trim.train.profiling import profiled
 from specforge_trim.train.trackers import Trackers, acceptance_keys
 
@@ -335,9 +335,9 @@ def test_bf16_computes_in_bf16_and_keeps_fp32_masters(place):
     assert rows[0]["loss"] != full[0]["loss"]
     # bf16 has 8 significant bits; a sum of some hundred logits, over a handful of steps.
     assert rows[-1]["loss"] == pytest.approx(full[-1]["loss"], rel=0.05)
-    from specforge_trim import pipeline
-    from specforge_trim.distributed import World
-    from specforge_trim.results import load_trained
+    from specforge_trim.ranks.world import World
+    from specforge_trim.train import run as pipeline
+    from specforge_trim.train.results import load_trained
 
     config = load("--config", str(place / "recipe.yaml"), "--output-dir", str(place / "bf16"))
     alone = World(rank=0, size=1, device=torch.device("cpu"))

@@ -6,10 +6,10 @@ misses a block that is gone when it is read.
 
 import torch
 
-from specforge_trim.distributed import World
+from specforge_trim.ranks.world import World
 from specforge_trim.train import metrics
-from specforge_trim.train.memory import PeakMemory
 from specforge_trim.train.metrics import StepCounts, Throughput, metrics_row
+from specforge_trim.train.peak import PeakMemory
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 WORK = StepCounts(

@@ -11,9 +11,9 @@ import pytest
 import torch
 from tiny import tiny_config
 
-from specforge_trim.model.draft import Eagle3Draft
-from specforge_trim.model.make_config import draft_for_target
-from specforge_trim.model.vocab import (
+from specforge_trim.drafts.eagle3.for_target import draft_for_target
+from specforge_trim.drafts.eagle3.model import Eagle3Draft
+from specforge_trim.drafts.eagle3.vocab import (
     build_draft_vocab,
     check_maps,
     count_supervised_tokens,

@@ -147,7 +147,7 @@ evaluate: {{eval_data: [{folder}/held.jsonl], eval_depth: 2, eval_max_new_tokens
 
 def run_recipe(place: Path, name: str, *flags: str) -> list[dict]:
     """Train the recipe of `training_place` into place/name; the rows of metrics.jsonl."""
-    from specforge_trim.cli import train_main
+    from specforge_trim.cli.main import train_main
 
     out = place / name
     code = train_main(["--config", str(place / "recipe.yaml"), "--output-dir", str(out), *flags])

@@ -2,9 +2,9 @@
 
 import torch
 
-from specforge_trim.model.draft import Eagle3Draft
-from specforge_trim.model.draft_config import DraftConfig
-from specforge_trim.model.vocab import build_draft_vocab
+from specforge_trim.drafts.eagle3.model import Eagle3Draft
+from specforge_trim.drafts.eagle3.sizes import DraftConfig
+from specforge_trim.drafts.eagle3.vocab import build_draft_vocab
 
 
 def random_draft(target, *, draft_vocab_size=100, seed=3, **changes):

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from tiny_draft import random_draft
 
-from specforge_trim.objective.teacher import Teacher
-from specforge_trim.target.hf import load_embedding_and_head
-from specforge_trim.train.stages import StepSettings, ttt_step
+from specforge_trim.drafts.eagle3.step import StepSettings, ttt_step
+from specforge_trim.loss.teacher import Teacher
+from specforge_trim.verifier.hf import load_embedding_and_head
 
 
 @dataclass(frozen=True)

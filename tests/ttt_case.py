@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from oracle import OracleDocument, OracleModel
 
-from specforge_trim.loss_terms import parse_objective
-from specforge_trim.model.draft import Eagle3Draft
-from specforge_trim.model.draft_config import DraftConfig
-from specforge_trim.objective.teacher import Teacher
+from specforge_trim.config.objective import parse_objective
+from specforge_trim.drafts.eagle3.model import Eagle3Draft
+from specforge_trim.drafts.eagle3.sizes import DraftConfig
+from specforge_trim.drafts.eagle3.step import StepResult, StepSettings, ttt_step
+from specforge_trim.loss.teacher import Teacher
 from specforge_trim.plan.pack import TrimPack, build_trim_pack, dense_pack
 from specforge_trim.plan.segments import plan_chunks
-from specforge_trim.train.stages import StepResult, StepSettings, ttt_step
 
 THETA, EPS = 10000.0, 1e-5
 

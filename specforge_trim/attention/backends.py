@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .kernel import Kernel
-from .kernels import flash_attn, torch_cpu, torch_cuda, torch_cuda_fp32
+from specforge_trim.attention.kernel import Kernel
+from specforge_trim.attention.kernels import flash_attn, torch_cpu, torch_cuda, torch_cuda_fp32
 
 
 def select_kernel(backend: str, *, device: torch.device, dtype: torch.dtype) -> Kernel:

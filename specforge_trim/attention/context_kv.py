@@ -16,10 +16,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..plan.segments import ChunkStep, Segment
-from .kernel import Kernel
-from .kernels import masked_block
-from .merge import merge
+from specforge_trim.attention.kernel import Kernel
+from specforge_trim.attention.kernels import masked_block
+from specforge_trim.attention.merge import merge
+from specforge_trim.plan.segments import ChunkStep, Segment
 
 
 class ContextKV(Protocol):

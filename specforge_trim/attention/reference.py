@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..plan.segments import ChunkStep
-from .context_kv import gradient_buffers
+from specforge_trim.attention.context_kv import gradient_buffers
+from specforge_trim.plan.segments import ChunkStep
 
 _BLOCK_ROWS = 128
 

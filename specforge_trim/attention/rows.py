@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan.segments import ChunkStep
-from .context_kv import ContextKV
+from specforge_trim.attention.context_kv import ContextKV
+from specforge_trim.plan.segments import ChunkStep
 
 
 def row_attention(

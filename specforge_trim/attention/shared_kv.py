@@ -22,11 +22,10 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from specforge_trim.parallel.comm import RankGroup
+from specforge_trim.attention.context_kv import ContextKV, SegmentAttention, gradient_buffers
+from specforge_trim.attention.kernel import Kernel
 from specforge_trim.plan.segments import ChunkStep
-
-from .context_kv import ContextKV, SegmentAttention, gradient_buffers
-from .kernel import Kernel
+from specforge_trim.ranks.group import RankGroup
 
 
 class GatheredOverRanks:

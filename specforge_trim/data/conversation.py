@@ -20,7 +20,15 @@ from pathlib import Path
 
 from specforge_trim.data.files import read_lines
 from specforge_trim.data.messages import parse_messages, parse_tools
-from specforge_trim.data.rows import BadRow, Conversation, Row, RowError, TextRow, TokenRow, quote
+from specforge_trim.data.records import (
+    BadRow,
+    Conversation,
+    Row,
+    RowError,
+    TextRow,
+    TokenRow,
+    quote,
+)
 
 __all__ = [
     "BadRow", "Conversation", "Row", "RowError", "TextRow", "TokenRow", "parse_line", "parse_row",

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from specforge_trim.data.rows import ROW_KEYS, RowError, quote
+from specforge_trim.data.records import ROW_KEYS, RowError, quote
 
 Line = tuple[int, bytes | RowError]
 OnBytes = Callable[[int], object]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import count, islice
 from typing import Any
 
-from specforge_trim.data.rows import Conversation
+from specforge_trim.data.records import Conversation
 
 _KEPT_KEYS = frozenset({"role", "type", "id", "tool_call_id", "name"})
 

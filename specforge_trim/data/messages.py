@@ -7,7 +7,7 @@ messages with role and content, everything else unchanged, or a RowError that na
 import json
 from typing import TypeGuard
 
-from specforge_trim.data.rows import RowError, quote
+from specforge_trim.data.records import RowError, quote
 
 ROLES = {
     "system": "system",

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from specforge_trim.data.rows import BadRow
+from specforge_trim.data.records import BadRow
 from specforge_trim.data.tokenize import Document
 
 _REMAKE = "remove the folder and prepare again"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from specforge_trim.data.markers import markers
 from specforge_trim.data.messages import REASONING_KEYS
-from specforge_trim.data.rows import RowError
+from specforge_trim.data.records import RowError
 from specforge_trim.data.supervision import PartTags
 
 _MARKUP = re.compile(r"(\s*<[^<>]*>)+\s*")

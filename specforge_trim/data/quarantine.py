@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from specforge_trim.data.atomic import replaced
+from specforge_trim.common.atomic import replaced
 from specforge_trim.data.files import most_rows
 from specforge_trim.data.prepared import PreparedData, reasons
-from specforge_trim.data.rows import BadRow
+from specforge_trim.data.records import BadRow
 from specforge_trim.data.shards import NO_LOSS_LEFT, TOO_LONG, shard_rows
 
 _SHOWN = 3  # bad rows quoted in an error

@@ -27,7 +27,7 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from specforge_trim.data.atomic import replaced
+from specforge_trim.common.atomic import replaced
 from specforge_trim.data.conversation import BadRow, RowError, parse_line
 from specforge_trim.data.files import Line, read_lines
 from specforge_trim.data.prepared import COLUMNS

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specforge_trim.data.atomic import remove_stale, replaced
+from specforge_trim.common.atomic import remove_stale, replaced
 from specforge_trim.data.document_features import BadFeatures, DocumentFeatures, check_finite
 from specforge_trim.data.read_ahead import read_ahead
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specforge_trim.data.messages import REASONING_KEYS
-from specforge_trim.data.rows import RowError
+from specforge_trim.data.records import RowError
 
 TURNS = ("all", "last")
 

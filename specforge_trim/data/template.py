@@ -25,8 +25,8 @@ from typing import Any
 
 from specforge_trim.data.markers import mark_assistant, strings
 from specforge_trim.data.probe import end_of_turn, probe, special_pattern
+from specforge_trim.data.records import Conversation, RowError, TextRow
 from specforge_trim.data.render import Renderer
-from specforge_trim.data.rows import Conversation, RowError, TextRow
 from specforge_trim.data.supervision import MaskOptions, select_spans
 
 Spans = tuple[tuple[int, int], ...]

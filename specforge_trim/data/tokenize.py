@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specforge_trim.data.rows import Conversation, Row, RowError, TextRow, TokenRow
+from specforge_trim.data.records import Conversation, Row, RowError, TextRow, TokenRow
 from specforge_trim.data.supervision import MaskOptions
 from specforge_trim.data.template import ChatTemplate, Rendered
 from specforge_trim.data.token_bytes import TokenBytes

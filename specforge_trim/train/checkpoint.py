@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from specforge_trim.distributed import PeerLost, World, lost_reason
+from specforge_trim.ranks.world import PeerLost, World, lost_reason
 from specforge_trim.train.checkpoint_files import (
     Checkpoint,
     best,

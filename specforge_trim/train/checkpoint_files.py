@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from specforge_trim.distributed import World
+from specforge_trim.ranks.world import World
 
 ALONE = World(rank=0, size=1, device=torch.device("cpu"))
 

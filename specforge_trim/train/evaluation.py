@@ -18,16 +18,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from specforge_trim.config import Config
-from specforge_trim.distributed import World
-from specforge_trim.model.draft import Eagle3Draft
-from specforge_trim.objective.teacher import Teacher
-from specforge_trim.parallel.layout import Layout
+from specforge_trim.drafts.eagle3.model import Eagle3Draft
+from specforge_trim.drafts.eagle3.settings import Config
+from specforge_trim.drafts.eagle3.step import StepResult, ttt_metrics
+from specforge_trim.loss.teacher import Teacher
+from specforge_trim.ranks.layout import Layout
+from specforge_trim.ranks.world import World
 from specforge_trim.train.loader import BatchLoader, Documents
 from specforge_trim.train.metrics import StepCounts, count_step, metrics_row
 from specforge_trim.train.sampler import Schedule
 from specforge_trim.train.settings import plan_settings, step_settings
-from specforge_trim.train.stages import StepResult, ttt_metrics
 
 
 class Decoder(Protocol):

@@ -15,8 +15,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from specforge_trim.distributed import World
-from specforge_trim.parallel.comm import RankGroup
+from specforge_trim.ranks.group import RankGroup
+from specforge_trim.ranks.world import World
 from specforge_trim.train.metrics import StepCounts
 
 logger = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from specforge_trim.config_training import RunConfig
+from specforge_trim.config.training import RunConfig
 from specforge_trim.data.made_from import changes as data_changes
-from specforge_trim.distributed import World
+from specforge_trim.drafts.eagle3.batch import PlanSettings
+from specforge_trim.ranks.world import World
 from specforge_trim.train import checkpoint as checkpoints
-from specforge_trim.train.batch import PlanSettings
 from specforge_trim.train.lm_batch import LmPlan
 from specforge_trim.train.sampler import Schedule
 

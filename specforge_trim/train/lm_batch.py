@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from specforge_trim.row_sparse import RowPlan, loss_rows, plan_rows
+from specforge_trim.drafts.lm.rows import RowPlan, loss_rows, plan_rows
 from specforge_trim.train import wire
 from specforge_trim.train.loader import document_name
 from specforge_trim.train.sampler import Schedule

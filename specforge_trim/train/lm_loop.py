@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from specforge_trim.config_training import RunConfig
-from specforge_trim.distributed import World, sum_gradients
+from specforge_trim.config.training import RunConfig
+from specforge_trim.ranks.gradients import FullySharded, ensure_gradients
+from specforge_trim.ranks.world import World, sum_gradients
 from specforge_trim.train.evaluation import undisturbed
-from specforge_trim.train.gradients import FullySharded
 from specforge_trim.train.guards import (
     all_finite,
     clear_gradients,
@@ -32,15 +32,10 @@ from specforge_trim.train.keeper import About, Keeper
 from specforge_trim.train.lm_batch import LmBatch, LmLoader, LmPlan, TokenDocuments, make_lm_batch
 from specforge_trim.train.lm_step import LmResult, LmStepSettings, SoftTargets, lm_step
 from specforge_trim.train.metrics import Throughput
-from specforge_trim.train.optimizer import (
-    build_optimizer,
-    clip_gradients,
-    set_learning_rate,
-)
+from specforge_trim.train.optimizer import build_optimizer, clip_gradients, set_learning_rate
 from specforge_trim.train.profiling import profiled
 from specforge_trim.train.sampler import Schedule
 from specforge_trim.train.settings import rate_of
-from specforge_trim.train.stages import ensure_gradients
 from specforge_trim.train.stopping import counted_steps, stopped_by
 from specforge_trim.train.trackers import JsonLines, Progress, Trackers, open_trackers
 

@@ -3,7 +3,7 @@
     loss = label_weight / n * sum_r - log q_r(x_r+1) + distill_weight / n * sum_r L(p_r, q_r)
 
 over the n rows whose loss counts, over all ranks and accumulated micro-batches. p_r is the
-target's distribution at the same row, L the objective (objective/divergences.py).
+target's distribution at the same row, L the objective (loss/divergences.py).
 
 Letters: T tokens, R head rows, D width, V vocabulary.
 """
@@ -16,18 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specforge_trim.loss_terms import Objective
-from specforge_trim.objective.linear_loss import linear_loss
-from specforge_trim.objective.products import work_dtype
-from specforge_trim.objective.teacher import Teacher
-from specforge_trim.row_sparse import (
-    RowSparseSettings,
-    hidden_states,
-    kept_log_probs,
-    label_loss,
-)
+from specforge_trim.config.objective import Objective
+from specforge_trim.drafts.lm.layers import RowSparseSettings, hidden_states
+from specforge_trim.loss.labels import kept_log_probs, label_loss
+from specforge_trim.loss.linear_loss import linear_loss
+from specforge_trim.loss.products import work_dtype
+from specforge_trim.loss.teacher import Teacher
+from specforge_trim.ranks.gradients import ensure_gradients
 from specforge_trim.train.lm_batch import LmBatch
-from specforge_trim.train.stages import ensure_gradients
 
 # Rows of a teacher's table [rows, V] in elements: 64 MB in fp32 on a CPU, 1 GB.
 TABLE_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}

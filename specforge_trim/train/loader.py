@@ -17,10 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from specforge_trim.data.document_features import BadFeatures
-from specforge_trim.distributed import PeerFailed
-from specforge_trim.parallel.comm import RankGroup
-from specforge_trim.train import wire
-from specforge_trim.train.batch import (
+from specforge_trim.drafts.eagle3.batch import (
     Batch,
     PackedAux,
     PlanSettings,
@@ -28,6 +25,9 @@ from specforge_trim.train.batch import (
     TokenDocument,
     make_batch,
 )
+from specforge_trim.ranks.group import RankGroup
+from specforge_trim.ranks.world import PeerFailed
+from specforge_trim.train import wire
 from specforge_trim.train.sampler import Schedule
 from specforge_trim.train.workers import start_worker, surviving
 

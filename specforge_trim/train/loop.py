@@ -20,14 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specforge_trim.config import Config
-from specforge_trim.distributed import World
-from specforge_trim.model.draft import Eagle3Draft
-from specforge_trim.objective.teacher import Teacher
-from specforge_trim.parallel.layout import Layout
-from specforge_trim.train.batch import Batch
+from specforge_trim.drafts.eagle3.batch import Batch
+from specforge_trim.drafts.eagle3.model import Eagle3Draft, row_only_parameters
+from specforge_trim.drafts.eagle3.settings import Config
+from specforge_trim.drafts.eagle3.step import StepResult, ttt_step
+from specforge_trim.loss.teacher import Teacher
+from specforge_trim.ranks.gradients import make_reducer
+from specforge_trim.ranks.layout import Layout
+from specforge_trim.ranks.world import World
 from specforge_trim.train.evaluation import Best, Evaluation, HeldOut
-from specforge_trim.train.gradients import make_reducer
 from specforge_trim.train.guards import (
     all_finite,
     clear_gradients,
@@ -38,11 +39,7 @@ from specforge_trim.train.guards import (
 from specforge_trim.train.keeper import About, Keeper
 from specforge_trim.train.loader import BatchLoader, Documents
 from specforge_trim.train.metrics import StepCounts, Throughput, count_step, metrics_row
-from specforge_trim.train.optimizer import (
-    build_optimizer,
-    clip_gradients,
-    set_learning_rate,
-)
+from specforge_trim.train.optimizer import build_optimizer, clip_gradients, set_learning_rate
 from specforge_trim.train.profiling import profiled
 from specforge_trim.train.sampler import Schedule
 from specforge_trim.train.settings import (
@@ -52,7 +49,6 @@ from specforge_trim.train.settings import (
     sequence_layout,
     step_settings,
 )
-from specforge_trim.train.stages import StepResult, ttt_step
 from specforge_trim.train.stopping import counted_steps, stopped_by
 from specforge_trim.train.trackers import Progress, open_trackers
 
@@ -266,7 +262,9 @@ class _Gradients:
         self._config, self._model, self._teacher = config, model, teacher
         self._layout, self._world = layout, world
         self._settings = step_settings(config)
-        self._reducer = make_reducer(model, world, fsdp=config.parallel.fsdp)
+        self._reducer = make_reducer(
+            model, world, early=row_only_parameters(model), fsdp=config.parallel.fsdp
+        )
 
     def of(self, batches: Sequence[Batch], counts: StepCounts) -> tuple[list[StepResult], float]:
         """Results of these micro-batches, and the norm of their gradients' sum over ranks.

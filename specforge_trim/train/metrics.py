@@ -13,9 +13,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from specforge_trim.distributed import World
-from specforge_trim.train.batch import Batch
-from specforge_trim.train.memory import PeakMemory
+from specforge_trim.drafts.eagle3.batch import Batch
+from specforge_trim.ranks.world import World
+from specforge_trim.train.peak import PeakMemory
 
 _Item = TypeVar("_Item")
 

@@ -1,7 +1,7 @@
 """AdamW on fp32 master weights, warm-up, then constant or cosine, gradient clipping.
 
 The model's parameters ARE the fp32 masters: lower precision is a matter of the computation
-(train/stages.py), never of what the optimizer holds.  The learning rate is a function of the
+(drafts/eagle3/step.py), never of what the optimizer holds.  The learning rate is a function of the
 step alone, so a resumed run needs no scheduler state.
 """
 

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from specforge_trim.config_training import PROFILE_WARM_UP
-from specforge_trim.distributed import World
+from specforge_trim.config.training import PROFILE_WARM_UP
+from specforge_trim.ranks.world import World
 
 logger = logging.getLogger(__name__)
 

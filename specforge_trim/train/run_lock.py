@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from specforge_trim.distributed import World
+from specforge_trim.ranks.world import World
 
 _WAIT = 10.0  # seconds that a killed run's last process may take to notice
 _LOCK = ".lock"

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
-from specforge_trim.config import Config, sequence_degrees
-from specforge_trim.config_training import RunConfig, TrainConfig
-from specforge_trim.distributed import World
-from specforge_trim.loss_terms import parse_objective
-from specforge_trim.model.draft import Eagle3Draft
-from specforge_trim.parallel.layout import Layout, make_layout
+from specforge_trim.config.objective import parse_objective
+from specforge_trim.config.training import RunConfig, TrainConfig
+from specforge_trim.drafts.eagle3.batch import PlanSettings
+from specforge_trim.drafts.eagle3.model import Eagle3Draft
+from specforge_trim.drafts.eagle3.settings import Config, sequence_degrees
+from specforge_trim.drafts.eagle3.step import StepSettings
 from specforge_trim.plan.memory import DEFAULT_ROW_MEMORY_MB, chunk_rows_for
 from specforge_trim.plan.shard import SequenceSplit
-from specforge_trim.train.batch import PlanSettings
+from specforge_trim.ranks.layout import Layout, make_layout
+from specforge_trim.ranks.world import World
 from specforge_trim.train.optimizer import learning_rate
 from specforge_trim.train.sampler import Schedule
-from specforge_trim.train.stages import StepSettings
 
 
 def make_schedule(

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
-from specforge_trim.distributed import PeerLost, Stopped, World
+from specforge_trim.ranks.world import PeerLost, Stopped, World
 
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from specforge_trim.config_training import RunConfig
-from specforge_trim.distributed import World
+from specforge_trim.config.training import RunConfig
+from specforge_trim.ranks.world import World
 
 
 class Tracker(Protocol):

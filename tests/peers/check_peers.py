@@ -53,7 +53,7 @@ from our_side import (  # noqa: E402
 from torch import Tensor  # noqa: E402
 from transformers.utils import logging as transformers_log  # noqa: E402
 
-from specforge_trim.export import load_draft  # noqa: E402
+from specforge_trim.drafts.eagle3.writing import load_draft  # noqa: E402
 
 LIMIT = 1e-5  # of the largest value compared, in fp32: sums of some hundred products
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}

@@ -15,17 +15,17 @@ from tiny import random_ids_and_mask, save_tiny_target, tiny_config
 from tiny_step import Doc
 from torch import Tensor
 
-from specforge_trim.export import export_draft
-from specforge_trim.loss_terms import parse_objective
-from specforge_trim.model.cached_draft import CachedDraft
-from specforge_trim.model.draft import Eagle3Draft
-from specforge_trim.model.make_config import draft_for_target
-from specforge_trim.model.vocab import build_draft_vocab
-from specforge_trim.objective.teacher import Teacher
-from specforge_trim.target.features import capture_document
-from specforge_trim.target.hf import HFTarget, load_embedding_and_head
-from specforge_trim.train.batch import PlanSettings, make_batch
-from specforge_trim.train.stages import StepSettings, ttt_step
+from specforge_trim.config.objective import parse_objective
+from specforge_trim.drafts.eagle3.batch import PlanSettings, make_batch
+from specforge_trim.drafts.eagle3.for_target import draft_for_target
+from specforge_trim.drafts.eagle3.model import Eagle3Draft
+from specforge_trim.drafts.eagle3.proposer import CachedDraft
+from specforge_trim.drafts.eagle3.step import StepSettings, ttt_step
+from specforge_trim.drafts.eagle3.vocab import build_draft_vocab
+from specforge_trim.drafts.eagle3.writing import export_draft
+from specforge_trim.loss.teacher import Teacher
+from specforge_trim.verifier.capture import capture_document
+from specforge_trim.verifier.hf import HFTarget, load_embedding_and_head
 
 K = 4
 DECAY = 0.8

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernel import Kernel
+from specforge_trim.attention.kernel import Kernel
 
 
 def load() -> Kernel:

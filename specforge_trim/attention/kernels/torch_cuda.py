@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernel import Kernel
+from specforge_trim.attention.kernel import Kernel
 
 
 def _forward(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernel import Kernel
+from specforge_trim.attention.kernel import Kernel
 
 _FORWARD = torch.ops.aten._efficient_attention_forward
 _BACKWARD = torch.ops.aten._efficient_attention_backward

@@ -20,11 +20,11 @@ import numpy as np
 from torch import Tensor
 from tqdm import tqdm
 
-from specforge_trim.data.atomic import replaced
+from specforge_trim.common.atomic import replaced
 from specforge_trim.data.conversation import BadRow
 from specforge_trim.data.document_features import BadFeatures, check_finite, teacher_positions
 from specforge_trim.data.peer_formats.arrow_masks import ArrowMasks
-from specforge_trim.data.peer_formats.files import PeerFile, file_kind, open_peer_file
+from specforge_trim.data.peer_formats.readers import PeerFile, file_kind, open_peer_file
 from specforge_trim.data.tokenize import Document, make_document
 
 logger = logging.getLogger(__name__)

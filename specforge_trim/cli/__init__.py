@@ -1,0 +1,1 @@
+"""Commands: settings in, one run of the phases, what a person reads out."""

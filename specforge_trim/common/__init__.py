@@ -1,0 +1,1 @@
+"""What every folder may use: files written whole, tables."""

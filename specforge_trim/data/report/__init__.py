@@ -1,0 +1,1 @@
+"""What prepared data look like under a configuration, for a terminal or as a page."""

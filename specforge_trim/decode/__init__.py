@@ -1,0 +1,1 @@
+"""Speculative decoding, greedy and sampled, and what it measures."""

@@ -1,0 +1,1 @@
+"""Kinds of drafts: a folder each, behind one interface."""

@@ -1,1 +1,0 @@
-"""The draft model, under the tensor names that serving engines load."""

@@ -1,1 +1,0 @@
-"""The loss end: teacher, head and soft cross-entropy in chunks."""

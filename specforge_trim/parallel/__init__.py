@@ -1,1 +1,0 @@
-"""Many ranks: groups and their collectives, how ranks are laid out, gradients over ranks."""

@@ -1,0 +1,1 @@
+"""Several processes: the world, groups of ranks, gradients over them."""

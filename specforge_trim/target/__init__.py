@@ -1,1 +1,0 @@
-"""The target model: features, head, answers."""

@@ -1,0 +1,1 @@
+"""The target model, which a draft learns from and is verified by."""

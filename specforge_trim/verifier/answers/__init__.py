@@ -1,0 +1,1 @@
+"""The target's own answers to conversations, written by it here or behind a server."""
