@@ -119,9 +119,11 @@ def run(
             _child(call, folder, outs[rank], errs[rank], variables, None if rank else first)
         pids.append(pid)
     codes = _wait(pids, dies)
-    wanted = [-signal.SIGKILL] * ranks if dies else [0] * ranks
-    if codes != wanted:
+    # Where rank 0 is killed, another may find its peer lost before it is killed too.
+    fine = codes[0] == -signal.SIGKILL and all(codes) if dies else not any(codes)
+    if not fine:
         ends = [f"rank {r}: {err.read_text()[-1500:]}" for r, err in enumerate(errs)]
+        wanted = "rank 0 killed, the others after it" if dies else "0"
         raise Failed(f"{log}: exit codes {codes}, expected {wanted}\n" + "\n".join(ends))
     return outs[0].read_text()
 
